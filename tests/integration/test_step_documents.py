@@ -123,8 +123,12 @@ def test_a_run_whose_dataset_has_grown_keeps_its_documents(
         if seed == 5:
             assert pretrain.main(pretraining(run, **prepared)) == 0
         check(run, recorded)
-    row = json.loads(ask(capsys, run, "--step", "6", "--json")[0])
-    assert set(row["text"].removesuffix("<eos>").split()) <= set(tiny.WORDS)
+    rows = [json.loads(line) for line in ask(capsys, run, "--step", "6", "--json")]
+    for row in rows:
+        file, _, line = row["source"].rpartition(":")
+        text = json.loads(Path(file).read_text().splitlines()[int(line) - 1])["text"]
+        assert row["text"].removesuffix("<eos>").strip() == text
+    assert f", from {rows[0]['source']}" in ask(capsys, run, "--step", "6")[1]
     (tmp_path / "data").rename(tmp_path / "elsewhere")
     tiny.save(tmp_path / "data", {"input_ids": tiny.documents(80, seed=9)})
     with pytest.raises(ConfigurationError, match="not the data that these steps trained on"):

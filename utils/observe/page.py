@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -198,6 +199,7 @@ def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
         "figure": figure, "count": counted, "clock": clock, "duration": duration,
         "size": readable, "shortened": _shortened, "unix_s": unix_s, "exp": _exponential,
         "printable": lambda text: printable(str(text)), "amount": amount,
+        "command": lambda words: shlex.join(map(str, words)),
         "json": lambda value: json.dumps(value, ensure_ascii=False, default=str),
     }  # fmt: skip
     text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)

@@ -35,7 +35,14 @@ from utils.prepare.rows import (
     PiecesDocument,
     TextDocument,
 )
-from utils.prepare.values import ASSISTANT, BadRow, UnusableRowError
+from utils.prepare.values import (
+    ASSISTANT,
+    LOCATIONS,
+    BadRow,
+    Location,
+    UnusableRowError,
+    pack_locations,
+)
 from utils.prepare.workspace import partial_name
 
 if TYPE_CHECKING:
@@ -341,7 +348,10 @@ def first_token(text: str, start: int, stop: int, offsets: np.ndarray) -> tuple[
 
 
 class TokenFileWriter:
-    """Writer of documents to one Arrow stream, whose bytes depend only on the documents."""
+    """Writer of documents to one Arrow stream, whose bytes depend on documents and locations.
+
+    The metadata of each record batch holds the locations of its documents.
+    """
 
     def __init__(self, path: Path, features: Mapping[str, Any]):
         self._path, self._draft = path, partial_name(path)
@@ -351,13 +361,15 @@ class TokenFileWriter:
             metadata={"huggingface": json.dumps({"info": {"features": features}})},
         )
         self._documents: list[TokenizedDocument] = []
+        self._locations: list[Location] = []
         self._tokens = 0
         self._file = self._draft.open("wb")
         self._stream = pa.ipc.new_stream(self._file, self._schema)
 
-    def append(self, document: TokenizedDocument) -> None:
-        """Add one document at the end."""
+    def append(self, document: TokenizedDocument, location: Location) -> None:
+        """Add one document at the end. location: that of its record in the sources."""
         self._documents.append(document)
+        self._locations.append(location)
         self._tokens += len(document.ids)
         if self._tokens >= TOKENS_PER_BATCH:
             self._write_batch()
@@ -365,8 +377,11 @@ class TokenFileWriter:
     def _write_batch(self) -> None:
         values = [[d.ids for d in self._documents], [d.loss_mask for d in self._documents]]
         columns = [pa.array(values[i], field.type) for i, field in enumerate(self._schema)]
-        self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
-        self._documents, self._tokens = [], 0
+        self._stream.write_batch(
+            pa.record_batch(columns, schema=self._schema),
+            custom_metadata={LOCATIONS: pack_locations(self._locations)},
+        )
+        self._documents, self._locations, self._tokens = [], [], 0
 
     def finish(self) -> None:
         """Write the last batch, flush the file to disk and rename it to its final name."""

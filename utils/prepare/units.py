@@ -199,7 +199,7 @@ class UnitWorker:
                 writers[split] = TokenFileWriter(
                     self.workspace.unit_file(unit.index, split), features
                 )
-            writers[split].append(tokenized)
+            writers[split].append(tokenized, document.location)
             counts.documents[split] += 1
             counts.tokens[split] += len(tokenized.ids)
             counts.loss_tokens[split] += tokenized.loss_tokens

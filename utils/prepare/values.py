@@ -21,6 +21,7 @@ MEDIA = tuple(
 )
 NOTHING: tuple[Any, ...] = (None, "", [], {})
 MASKS = ("assistant_masks", "completion_mask")
+LOCATIONS = b"locations"  # the key of packed locations in the metadata of a record batch
 
 # Texts or token ids of a document in order, and whether each piece is trained on.
 Pieces = list[tuple[str | list[int], bool]]
@@ -48,6 +49,21 @@ class Location:
                 while block := stream.read(min(1 << 20, left)):
                     number, left = number + block.count(b"\n"), left - len(block)
         return f"{self.path}:{number}"
+
+
+def pack_locations(locations: Sequence[Location]) -> str:
+    """Return JSON of [path, unit, offset, numbers] for each group of neighbouring locations."""
+    groups = groupby(locations, key=lambda each: (each.path, each.unit, each.offset))
+    return json.dumps([[*common, [each.number for each in own]] for common, own in groups])
+
+
+def unpack_locations(text: str | bytes) -> list[Location]:
+    """Return the locations that `pack_locations` packed."""
+    return [
+        Location(path, unit, number, offset)
+        for path, unit, offset, numbers in json.loads(text)
+        for number in numbers
+    ]
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,20 @@ loss is that of the newest checkpoint before the step, of each document alone, a
 
 import dataclasses
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from utils.checkpoints.record import settings_in_force
 from utils.config.arguments import DataArguments, batch_sizes, train_sources
 from utils.config.errors import ConfigurationError
 from utils.config.raw_data import take_out_raw
+from utils.data.arrow_columns import data_files
 from utils.data.loader import PackedDataset
 from utils.data.order import GlobalBatchSampler
 from utils.data.packing import Segments
@@ -26,6 +29,7 @@ from utils.data.tokenizers import load_tokenizer
 from utils.host.journal_file import printable, strict_json
 from utils.observe.history import History, read_run
 from utils.plan.run_data import pack, sample_order
+from utils.prepare.values import LOCATIONS, Location, unpack_locations
 from utils.run.chat import load, say
 
 SHOWN = 160  # characters of a text
@@ -45,8 +49,13 @@ def show_step(run: Path, steps: str, as_json: bool, with_loss: bool) -> str:
         raise ConfigurationError(f"--step {steps}: give a step, as 61, or steps, as 51-60; {many}.")
     parts = [*documents_of_steps(history, range(first, last + 1))]
     losses = _add_losses(history, first, parts) if with_loss else "no losses (--no_loss)"
-    # NaN comes first, because min() with it returns the other argument; None comes last.
     ranked = [row for row, *_ in parts]
+    for dataset in {row["dataset"] for row in ranked}:
+        own = [row for row in ranked if row["dataset"] == dataset]
+        sources = sources_of(Path(dataset), [row["document"] for row in own])
+        for row in own:
+            row["source"] = sources.get(row["document"])
+    # NaN comes first, because min() with it returns the other argument; None comes last.
     ranked.sort(key=lambda row: (row["loss"] is None, -min(math.inf, row["loss"] or 0.0)))
     head = printable(f"{run}, step {steps}: {len(parts):,} documents, {losses}")
     if as_json:
@@ -58,6 +67,8 @@ def show_step(run: Path, steps: str, as_json: bool, with_loss: bool) -> str:
 def _shown(row: dict[str, Any]) -> str:
     loss = "-" if row["loss"] is None else f"{row['loss']:.4f}"
     where = f"{row['dataset']} {row['document']}, tokens {row['start']} to {row['stop']}"
+    if row["source"]:
+        where += f", from {row['source']}"
     left_out = ", left out (skip_documents)" if row["skipped"] else ""
     text = row["text"] if len(row["text"]) <= SHOWN else f"{row['text'][:SHOWN]}..."
     return f"{loss:>9}  {printable(where + left_out)}\n{'':11}{printable(text)}"
@@ -82,7 +93,8 @@ def documents_of_steps(history: History, steps: Iterable[int]) -> Iterator[Part]
             (ids,), (mask,) = rows.datasets[source].pieces(Segments(*segment))
             targets = (mask != 0) & (np.arange(len(mask)) > 0)  # no token predicts the first one
             yield {
-                "step": step, "loss": None, **part._asdict(), "loss_tokens": int(targets.sum()),
+                "step": step, "loss": None, **part._asdict(), "source": None,
+                "loss_tokens": int(targets.sum()),
                 "fingerprint": rows.datasets[source].description.fingerprint,
                 "skipped": part.document in rows.skipped[source],
                 "text": tokenizer.decode(ids.tolist()),
@@ -111,6 +123,29 @@ def _opened(history: History, start: int) -> tuple[PackedDataset, GlobalBatchSam
     sampler = GlobalBatchSampler(order, batch_sizes(size, by_step) if by_step else size, 1, 0, 1, 0)
     name = data.tokenizer_name_or_path or datasets[0].tokenizer_path
     return rows, sampler, load_tokenizer(str(name or settings.get("model_name_or_path")))
+
+
+def sources_of(dataset: Path, documents: Iterable[int]) -> dict[int, str]:
+    """Return the file and line or row that each document was made from, where it is recorded."""
+    wanted = sorted(set(documents))
+    sources: dict[int, str] = {}
+    first = 0
+    for path in data_files(dataset):
+        with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
+            for batch, metadata in stream.iter_batches_with_custom_metadata():
+                end = first + batch.num_rows
+                own = wanted[bisect_left(wanted, first) : bisect_left(wanted, end)]
+                if own and metadata and LOCATIONS in metadata:
+                    locations = unpack_locations(metadata[LOCATIONS])
+                    sources |= {each: _printed(locations[each - first]) for each in own}
+                first = end
+    return sources
+
+
+def _printed(location: Location) -> str:
+    if location.offset and not Path(location.path).is_file():  # its lines cannot be counted
+        return f"{location.path} (missing), line {location.number} after byte {location.offset}"
+    return str(location)
 
 
 def _add_losses(history: History, step: int, parts: Sequence[Part]) -> str:

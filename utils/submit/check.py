@@ -20,6 +20,7 @@ from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.config.launch_settings import LAUNCHER_VARIABLES, strategy_variables
 from utils.config.preparation import check_preparation, parse_preparation
 from utils.config.strategy import SUBMITTING
+from utils.launch.ledger import bad_nodes, read_ledger
 from utils.launch.node import plan_launch
 from utils.launch.opening import early_settings
 from utils.launch.script import run_script
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind, gpus = Path(job_script).name, gpus_per_node(job)
     for note in check_request(job, gpus, answers):
         _say(f"note:    {note}")
+    note_bad_nodes(options, kind)
     if kind in ONE_NODE and job["NumNodes"] != "1":
         raise ConfigurationError(
             f"{kind} is for one node, not {job['NumNodes']}: {ONE_NODE[kind]}, or leave out --nodes"
@@ -99,6 +101,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             with contextlib.suppress(OSError):  # only status.py reads it
                 note_submitted(job["JobID"], Path(str(output_dir.value)), log)
     return code
+
+
+def note_bad_nodes(options: Sequence[str], kind: str) -> None:
+    """Print the nodes that a requeue would leave out, unless the job already excludes some."""
+    with contextlib.suppress(OSError):  # an unreadable ledger stops no job
+        nodes = ",".join(sorted(bad_nodes(read_ledger()[0])))
+        if nodes and not any(each.startswith(("--exclude", "-x")) for each in options):
+            _say(f"note:    {nodes}: faults in 7 days (python status.py --nodes)")
+            _say(f"note:    --exclude={nodes} before {kind} leaves them out")
 
 
 def make_log_folder(log: str) -> None:

@@ -64,7 +64,7 @@ def test_a_secret_in_any_file_of_a_run_is_on_no_page(made_up_run, monkeypatch):
     monkeypatch.setenv("MY_SECRET", secret)
     path = made_up_run / "provenance.json"
     content = json.loads(path.read_text())
-    content["starts"][-1]["argv"] += [secret]
+    content["starts"][-1]["argv"] += ["a prompt", secret]
     content["starts"][-1]["changed"] = {"hub_model_id": secret}
     path.write_text(json.dumps(content))
     lock = made_up_run / ".lock" / "owner-3"
@@ -81,6 +81,7 @@ def test_a_secret_in_any_file_of_a_run_is_on_no_page(made_up_run, monkeypatch):
     report.main([str(made_up_run)])
     page = (made_up_run / "report.html").read_text()
     assert "canary" not in page
+    assert "&#39;a prompt&#39; " in page, "a command to paste"
     assert [start.error for start in read_run(made_up_run).starts] == [
         "rank 1 of ***", None, "of ***"
     ]  # fmt: skip

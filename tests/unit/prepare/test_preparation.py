@@ -26,6 +26,7 @@ from prepare_data import main
 from utils.config.errors import ConfigurationError, LostProcessError, OutOfMemoryError
 from utils.data.arrow_columns import open_columns
 from utils.data.token_dataset import open_token_dataset
+from utils.data.tokenizers import load_tokenizer
 from utils.prepare import pipeline, units, work_plan
 from utils.prepare.pipeline import decoded_example
 from utils.prepare.rows import ChatDocument, RowSettings
@@ -33,6 +34,7 @@ from utils.prepare.units import content_digest
 from utils.prepare.values import Location
 from utils.prepare.work_plan import PreparationPlan, UnitSettings
 from utils.prepare.workspace import WORKSPACE, Workspace
+from utils.run.documents import sources_of
 
 
 def test_load_from_disk_opens_every_split_with_the_smallest_type(tmp_path, source, prepare):
@@ -98,6 +100,28 @@ def test_a_mixture_is_the_same_however_the_work_is_divided(tmp_path, prepare, tw
         prepare("parts", shard=f"{shard}/{shards}", **given)
     assert one == samples.data_bytes(prepare("parts", merge=shards, **given))
     assert one == samples.data_bytes(prepare("workers", num_proc=2, **given))
+
+
+def test_each_document_is_traced_to_the_line_that_it_was_made_from(tmp_path, prepare, two):
+    """Also with filtered rows, weights, held-out documents and units that begin inside a file."""
+    kept = {"path": two[1], "filter": {"language": "en"}, "weight": 1.5}
+    out = prepare("out", sources=[two[0], kept], validation_fraction=0.1)
+    tokenizer = load_tokenizer(str(out / "tokenizer"))
+    lines = {path: Path(path).read_text().splitlines() for path in two}
+    for split in ("train", "validation"):
+        rows = samples.rows(out / split)
+        found = sources_of(out / split, range(len(rows)))
+        assert sorted(found) == [*range(len(rows))]
+        for document, source in found.items():
+            file, _, line = source.rpartition(":")
+            text = json.loads(lines[file][int(line) - 1])["text"]
+            assert rows[document] == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id], source
+    Path(two[0]).unlink()
+    moved = sources_of(out / "train", [5, 100]).values()
+    assert [re.sub(r"\d+ after byte \d+", "N after byte M", each) for each in moved] == [
+        f"{two[0]}:6",
+        f"{two[0]} (missing), line N after byte M",
+    ]
 
 
 def test_an_interrupted_preparation_is_continued(prepare, source, monkeypatch):

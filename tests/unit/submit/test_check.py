@@ -8,6 +8,7 @@ from launching import ROOT
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.config.strategy import SUBMITTING
+from utils.launch.ledger import Fault, record
 from utils.submit import check as checking
 from utils.submit.limits import SlurmAnswers, check_request
 
@@ -102,6 +103,20 @@ def test_the_dry_run_gets_the_launch_and_the_job_is_reported(check, tmp_path, mo
     environment = json.loads((tmp_path / "got.json").read_text())[1]
     assert (environment["WORLD_SIZE"], environment["ACCELERATE_USE_CPU"]) == ("3", "true")
     assert "1 node(s) of 3 process(es)" in capfd.readouterr().out
+
+
+def test_a_new_job_is_told_which_nodes_failed_twice(check, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("STOKER_LEDGER", str(tmp_path / "nodes.jsonl"))
+    script = tmp_path / "stand_in.py"  # in place of pretrain.py
+    script.write_text("# parse_pretraining")
+    record([Fault("n7", "hang", "rank 3"), Fault("n8", "hang", "rank 1")])
+    record([Fault("n7", "lost", "down")])
+    notes = ["note:    n7: faults in 7 days (python status.py --nodes)"]
+    notes += ["note:    --exclude=n7 before job.sh leaves them out"]
+    for options, expected in (([], notes), (["--exclude=n9"], [])):
+        assert check(str(script), options=options) == 0
+        lines = capfd.readouterr().out.splitlines()
+        assert [line for line in lines if line.startswith("note:")] == expected
 
 
 def test_jobs_that_cannot_work_are_refused(check):
