@@ -43,13 +43,15 @@ def test_any_number_of_ranks_trains_alike_and_resumes_exactly(training, tmp_path
         pretrain.main(training(cut, optim="adamw_torch_fused", optim_args=None))
     pretrain.main(training(cut))
     tiny.assert_same_run(cut, alone)
-    for strategy, resumed_on in (("multi_gpu", None), ("fsdp2", 2), ("fsdp2", 4)):
-        whole = tmp_path / strategy
+    ways = ("multi_gpu", None), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)
+    for strategy, resumed_on in ways:  # checkpoints of FSDP2 resume under HSDP
+        whole = tmp_path / ("multi_gpu" if strategy == "multi_gpu" else "fsdp2")
         if not whole.exists():
             run_processes(strategy, "pretrain.py", training(whole)).succeeded()
         if resumed_on is not None:
             cut = tiny.copied(whole, tmp_path / f"{strategy}-{resumed_on}", step=3)
-            run_processes(strategy, "pretrain.py", training(cut), processes=resumed_on).succeeded()
+            argv = training(cut, dp_shard=2 if strategy == "hsdp" else None)
+            run_processes(strategy, "pretrain.py", argv, processes=resumed_on).succeeded()
             if resumed_on == 2:
                 tiny.assert_same_run(cut, whole)
             whole = cut

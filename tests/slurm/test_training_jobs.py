@@ -20,7 +20,7 @@ def alone(jobs: TrainingJobs, tmp_path_factory):
 
 
 @pytest.mark.usefixtures("idle")
-@pytest.mark.parametrize("config", ["multi_gpu", "fsdp2", "zero2"])
+@pytest.mark.parametrize("config", ["multi_gpu", "fsdp2", "hsdp", "zero2"])
 def test_four_ranks_on_two_nodes_train_as_one_process_does(jobs, alone, config):
     run = jobs.finished(config)
     assert tiny.losses(run) == pytest.approx(tiny.losses(alone), abs=5e-5)
