@@ -17,22 +17,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import TRAIN, PreparationArguments
 from utils.data.arrow_columns import STATE_FILE, data_files
 from utils.data.description import DESCRIPTION_FILE, Description, read_description
 from utils.data.token_dataset import describe_split, open_token_dataset
-from utils.data.tokenizers import chat_template_sha256, tokenizer_sha256
 from utils.host.atomic_files import from_here, replace_text
 from utils.host.foreign import read_object
-from utils.prepare.pipeline import begin_preparation, finish_preparation
-from utils.prepare.work_plan import PreparationPlan
+from utils.prepare.pipeline import Preparation, begin_preparation, finish_preparation
 from utils.prepare.workspace import SETTINGS, WORKSPACE
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +58,10 @@ def append(arguments: PreparationArguments) -> None:
             ", ".join(sorted(held_out)),
         )
     given = replace(arguments, output_dir=str(addition), append=False, **_HELD_OUT)
-    plan, tokenizer, workspace = begin_preparation(given)
+    planned = begin_preparation(given)
+    workspace = planned.workspace
     if not _has_appended(described, workspace.digest):
-        problems = _problems(plan, tokenizer, described)
+        problems = _problems(planned, described)
         if problems:
             raise ConfigurationError([f"{train}: {problem}" for problem in problems])
     with _sole_append(addition, workspace.digest, shared=given.shard is not None):
@@ -73,7 +69,7 @@ def append(arguments: PreparationArguments) -> None:
         if _has_appended(described, workspace.digest):
             _finish(train, addition, described)
             logger.info("%s: these sources are appended already", from_here(train))
-        elif workspace.is_prepared() or finish_preparation(given, plan, tokenizer, workspace):
+        elif workspace.is_prepared() or finish_preparation(planned):
             _join(train, addition)
 
 
@@ -86,17 +82,15 @@ def _has_appended(described: Description, digest: str) -> bool:
     return any(each.get("settings_sha256") == digest for each in _parts(described)[1:])
 
 
-def _problems(
-    plan: PreparationPlan, tokenizer: "PreTrainedTokenizerBase", described: Description
-) -> list[str]:
-    """Return why documents of this plan and tokenizer cannot join a dataset."""
-    problems = []
-    if described.tokenizer.get("sha256") != tokenizer_sha256(tokenizer):
+def _problems(planned: Preparation, described: Description) -> list[str]:
+    """Return why the documents of a preparation cannot join a dataset."""
+    problems, plan = [], planned.plan
+    if described.tokenizer.get("sha256") != planned.tokenizer_sha256:
         problems.append(
-            f"was made with another tokenizer than {tokenizer.name_or_path}: leave "
+            f"was made with another tokenizer than {planned.tokenizer.name_or_path}: leave "
             "--tokenizer_name_or_path out, and the dataset's own counts."
         )
-    template = chat_template_sha256(tokenizer) if plan.needs_chat_template else None
+    template = planned.template_sha256 if plan.needs_chat_template else None
     if described.chat_template_sha256 != template:
         problems.append("has chats of another template, or none: prepare these sources apart.")
     kind = described.preparation.get("settings", {}).get("document_format")
@@ -107,10 +101,6 @@ def _problems(
         )
     sources = [each.get("sources") or {} for each in _parts(described)]
     known = {digest for each in sources for digest in each.get("digests", ())}
-    if "digests" not in sources[0]:
-        logger.warning(
-            "an older Stoker prepared this dataset: sources that it holds already are not noticed"
-        )
     files = [file.name for file in plan.sources[TRAIN] if file.digest() in known]
     if files:
         problems.append(f"holds {', '.join(files[:5])} already: leave that out of the sources.")

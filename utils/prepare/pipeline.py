@@ -7,7 +7,7 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,16 +43,29 @@ PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 EXAMPLE_TOKENS = 256
 
 
+@dataclass(frozen=True)
+class Preparation:
+    """A preparation that is planned; nothing is written yet."""
+
+    arguments: PreparationArguments
+    plan: PreparationPlan
+    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer_sha256: str
+    template_sha256: str | None
+    workspace: Workspace
+
+
 def prepare(arguments: PreparationArguments) -> None:
     """Tokenize the work units of this shard; assemble the datasets when all shards are complete.
 
     Finished units are not repeated. With --shard outside a Slurm job array, a last run with --merge
     assembles. Raises ConfigurationError for unusable settings, sources, tokenizer and rows.
     """
-    plan, tokenizer, workspace = begin_preparation(arguments)
+    given = begin_preparation(arguments)
+    plan, workspace = given.plan, given.workspace
     if workspace.is_prepared():
         logger.info("%s: already prepared with these settings", workspace.publish())
-    elif folder := finish_preparation(arguments, plan, tokenizer, workspace):
+    elif folder := finish_preparation(given):
         names = [shlex.quote(str(folder / split)) for split in plan.splits]  # the first is train
         evaluated = f" --eval_data {' '.join(names[1:])}" if names[1:] else ""
         script = "pretrain.py" if plan.settings.document_format == "text" else "sft_train.py"
@@ -60,36 +73,28 @@ def prepare(arguments: PreparationArguments) -> None:
         logger.info("next: %s, with a recipe and your other settings", command)
 
 
-def begin_preparation(
-    arguments: PreparationArguments,
-) -> tuple[PreparationPlan, "PreTrainedTokenizerBase", Workspace]:
+def begin_preparation(arguments: PreparationArguments) -> Preparation:
     """Plan a preparation and load its tokenizer. Writes nothing. Raises as `prepare` does."""
     check_preparation(arguments)
     plan = plan_preparation(arguments)
     plan.log()
     tokenizer = given_tokenizer(arguments, plan)
-    hashes = {
-        "sha256": tokenizer_sha256(tokenizer),
-        "chat_template_sha256": chat_template_sha256(tokenizer),
-    }
+    sha256, template = tokenizer_sha256(tokenizer), chat_template_sha256(tokenizer)
+    hashes = {"sha256": sha256, "chat_template_sha256": template}
     folder = Path(arguments.output_dir)
     movable = plan.digest(hashes, folder.absolute())
     workspace = Workspace(folder, plan.digest(hashes), plan.commits, movable=movable)
-    return plan, tokenizer, workspace.overwriting() if arguments.overwrite else workspace
+    workspace = workspace.overwriting() if arguments.overwrite else workspace
+    return Preparation(arguments, plan, tokenizer, sha256, template, workspace)
 
 
-def finish_preparation(
-    arguments: PreparationArguments,
-    plan: PreparationPlan,
-    tokenizer: "PreTrainedTokenizerBase",
-    workspace: Workspace,
-    *,
-    apart: bool = False,
-) -> Path | None:
+def finish_preparation(given: Preparation, *, apart: bool = False) -> Path | None:
     """Do the work of `prepare` after `begin_preparation`; return the folder once it is complete.
 
     With `apart` only worker processes tokenize.
     """
+    arguments, plan, tokenizer = given.arguments, given.plan, given.tokenizer
+    workspace = given.workspace
     workspace.open(may_discard=not arguments.shard and not arguments.merge)
     shard, shards = shard_of(arguments)
     if arguments.merge is None:
@@ -120,7 +125,7 @@ def finish_preparation(
             "another --validation_fraction, or see above what was dropped"
         )
     for split in plan.splits:
-        assemble_split(split, plan, workspace, counts, tokenizer)
+        assemble_split(split, given, counts)
     folder = workspace.output_dir / "tokenizer"
     if not folder.exists():  # the folder gets its name when it is complete
         tokenizer.save_pretrained(partial_name(folder))
@@ -177,14 +182,9 @@ def log_counts(plan: PreparationPlan, counts: Mapping[int, UnitCounts]) -> None:
 # --- one split
 
 
-def assemble_split(
-    split: str,
-    plan: PreparationPlan,
-    workspace: Workspace,
-    counts: Mapping[int, UnitCounts],
-    tokenizer: "PreTrainedTokenizerBase",
-) -> None:
+def assemble_split(split: str, given: Preparation, counts: Mapping[int, UnitCounts]) -> None:
     """Make the dataset of a split from the files of its units, and write its stoker.json."""
+    plan, tokenizer, workspace = given.plan, given.tokenizer, given.workspace
     folder = workspace.output_dir / split
     features = token_features(id_type(tokenizer), plan.settings.document_format)
     units = [index for index in counts if counts[index].documents[split]]
@@ -200,10 +200,10 @@ def assemble_split(
         folder,
         tokenizer={
             "path": "../tokenizer",
-            "sha256": tokenizer_sha256(tokenizer),
+            "sha256": given.tokenizer_sha256,
             "vocabulary_size": vocabulary_size(tokenizer),
         },
-        chat_template_sha256=chat_template_sha256(tokenizer) if is_chat else None,
+        chat_template_sha256=given.template_sha256 if is_chat else None,
         preparation={
             "settings_sha256": workspace.digest,
             "movable_sha256": workspace.movable,

@@ -52,10 +52,11 @@ def _prepare_once(settings: RunSettings, raw: RawData) -> None:
     has_begun = RunRecord(output_dir).exists
     earlier = f"--train_data {raw.instead} resumes it with the data of then."
     try:
-        plan, tokenizer, workspace = begin_preparation(arguments)
+        planned = begin_preparation(arguments)
     except ConfigurationError as error:
         advice = [f"The run in {output_dir} has begun. {earlier}"] if has_begun else []
         raise ConfigurationError([*error.problems, *advice]) from error
+    workspace = planned.workspace
     if workspace.replaced and has_begun:
         raise ConfigurationError(
             f"train_data {names}: the files or their settings have changed since the run in "
@@ -65,7 +66,7 @@ def _prepare_once(settings: RunSettings, raw: RawData) -> None:
     if workspace.is_prepared() and not is_dry_replacement:  # `publish` would change the disk
         logger.info("train_data: %s is prepared in %s", names, workspace.publish())
         return
-    size, refusal = sum(file.size for files in plan.sources.values() for file in files), ""
+    size, refusal = sum(file.size for files in planned.plan.sources.values() for file in files), ""
     if size > LARGEST_BYTES:
         refusal = f"{size / 1e9:,.1f} GB are more than the 1 GB that a run prepares itself"
     elif SUBMITTING in os.environ or ("SLURM_JOB_ID" in os.environ and not sys.stdin.isatty()):
@@ -87,7 +88,7 @@ def _prepare_once(settings: RunSettings, raw: RawData) -> None:
     take_run_lock(output_dir)  # no second job prepares there
     line = "train_data: preparing %s, as this command does (it continues after an interruption): %s"
     logger.info(line, names, command)
-    finish_preparation(arguments, plan, tokenizer, workspace, apart=True)
+    finish_preparation(planned, apart=True)
 
 
 def _arguments(settings: RunSettings, raw: RawData) -> PreparationArguments:
