@@ -85,7 +85,7 @@ def test_batches_are_cut_from_the_same_stream_on_any_ranks_from_any_step(weights
         before, after = sampler.samples_before(step), sampler.samples_before(step + 1)
         assert sampler.sequences_of_step(step).tolist() == seen[before:after]
         assert len(seen[before:after]) == sampler.size_at(step) == 2 * sampler.accumulation_at(step)
-        sampler.resume_at(step)
+        sampler.start_step = step
         assert list(sampler) == whole[before // 2 :]
     assert len(sampler) == len(whole)
     for samples, steps in ((1, 1), (4, 2), (4.5, 3), (12, 4), (13, 5), (28, 6), (29, 7)):

@@ -171,6 +171,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
     """The training micro-batches of one rank, as lists of sequence numbers.
 
     sizes: the global batch, or its sizes by first step, {0: 64, 2000: 128}
+    start_step: the optimizer step with which the next iteration begins
 
     With W ranks and B sequences per micro-batch, micro-batch a of a step on rank r has the samples
     [aWB + rB, aWB + rB + B) of the global batch.
@@ -237,10 +238,6 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def last_size_steps(self) -> float:
         """The run's samples in steps of the last size, for forecasts."""
         return self.samples_before(self.total_steps) / max(self.sizes.values())
-
-    def resume_at(self, step: int) -> None:
-        """Start the next iteration with the first micro-batch of optimizer step `step`."""
-        self.start_step = step
 
     def sequences_of_step(self, step: int) -> np.ndarray:
         """Return the sequence numbers of a step's global batch, int64 (global batch size,)."""

@@ -26,12 +26,12 @@ from utils.config.settings import RunSettings, with_derived
 from utils.data.loader import PackedDataset
 from utils.data.order import GlobalBatchSampler, SampleOrder, steps_for
 from utils.data.packing import PackPlan, plan_packing
-from utils.data.skipped import read_skipped
 from utils.data.token_dataset import (
     TokenDataset,
     dataset_problems,
     open_token_dataset,
     packing_line,
+    read_skipped,
     warn_of_small_split,
 )
 from utils.data.tokenizers import (

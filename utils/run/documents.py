@@ -23,8 +23,7 @@ from utils.data.arrow_columns import data_files
 from utils.data.loader import PackedDataset
 from utils.data.order import GlobalBatchSampler
 from utils.data.packing import Segments
-from utils.data.skipped import read_skipped
-from utils.data.token_dataset import open_token_dataset
+from utils.data.token_dataset import open_token_dataset, read_skipped
 from utils.data.tokenizers import load_tokenizer
 from utils.host.journal_file import printable, strict_json
 from utils.observe.history import History, read_run

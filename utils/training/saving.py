@@ -207,7 +207,7 @@ class SavingTrainer(Trainer):
             best = best_checkpoint(self.checkpoints.directory(step))
             state.best_model_checkpoint = str(best) if best and best.is_dir() else None
         self.extra_saves = list(saved.get(EXTRA_SAVES, []))
-        loader.batch_sampler.resume_at(step)
+        loader.batch_sampler.start_step = step
         if "tokens" in saved:
             loader.tokens_seen.resume(step, saved["tokens"])
         if sums := saved.get("unlogged_loss_sums"):

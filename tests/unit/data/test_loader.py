@@ -182,7 +182,7 @@ def test_ranks_together_load_the_batches_of_one_from_any_step_on(tmp_path):
         real = sum(int((batch["input_ids"] != PAD).sum()) for batch in batches[4 * step :][:4])
         assert loader(rows).tokens_seen.in_step(step).tolist() == [real]
     resumed = loader(rows)
-    resumed.batch_sampler.resume_at(4)
+    resumed.batch_sampler.start_step = 4
     same(list(resumed), batches[16:])
     assert len(resumed) == len(batches) == 24
 

@@ -144,7 +144,7 @@ def test_a_resumed_run_gets_the_rest_of_the_uninterrupted_one():
         whole = list(sampler(order, 12, 3, rank=1, world_size=2, steps=700))
         resumed = sampler(SampleOrder([101, 30], 4, weights), 12, 3, 1, 2, steps=700)
         for step in (0, 1, 3, 699, 700):
-            resumed.resume_at(step)
+            resumed.start_step = step
             assert list(resumed) == whole[2 * step :]
             assert len(resumed) == len(whole) == 1400, "Trainer counts the whole run"
         assert resumed.epoch_at(131) == 12

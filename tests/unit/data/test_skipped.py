@@ -10,8 +10,7 @@ from saved_datasets import DOCUMENTS, MASKS, save
 from utils.config.errors import ConfigurationError
 from utils.data.loader import PackedDataset
 from utils.data.packing import plan_packing
-from utils.data.skipped import read_skipped
-from utils.data.token_dataset import open_token_dataset
+from utils.data.token_dataset import open_token_dataset, read_skipped
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
