@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from utils.config.preparation import MESSAGE_ROLES, Source
-from utils.prepare.messages import ROLES, are_messages, check_answers, role_word
+from utils.prepare.messages import ABOUT_A_ROW, ROLES, are_messages, check_answers, role_word
 from utils.prepare.rows import detect_formats, document_fields, holds_chats
 from utils.prepare.values import ASSISTANT, UnusableRowError, decoded, renamed
 
@@ -50,9 +50,11 @@ def naming_hint(fields: Mapping[str, Any]) -> str:
             problems.append(problem)
     if len(found) > 1:
         found.pop("texts", None)
+    if not found and not problems:
+        found = _unknown(fields)
     if not found:
-        nothing = "it has no texts, messages, or question with an answer under a known name"
-        return f"no column can be read under another name ({(problems or [nothing])[0]})"
+        reason = (problems or ["it has no texts, messages, or question with an answer"])[0]
+        return f"no column can be read under another name ({reason})"
     given = {
         kind: shlex.join(f"{theirs}={ours}" for theirs, ours in names.items() if theirs != ours)
         for kind, names in found.items()
@@ -127,6 +129,22 @@ def _chats(
     for name, value in fields.items():
         if name not in context.values() and "chosen" not in fields and are_messages(decoded(value)):
             yield {**system, name: "messages"}
+
+
+def _unknown(fields: Mapping[str, Any]) -> dict[str, Renaming]:
+    """Return {kind of document: renaming} for a row of strings whose columns have unknown names."""
+    names = [
+        name
+        for name, value in fields.items()
+        if isinstance(value, str) and value.strip() and not ABOUT_A_ROW.fullmatch(name)
+    ]
+    known = {*_QUESTIONS, *(_ANSWERS if len(names) > 1 else ())} - {"input"}
+    others = any(isinstance(value, list | dict) for value in fields.values())
+    if not names or others or any(name.lower() in known for name in fields):
+        return {}
+    texts = {"texts": {max(names, key=lambda name: len(fields[name])): "text"}}
+    pair = dict(zip(names[:2], ("prompt", "completion"), strict=False))
+    return texts | ({"a prompt and its completion, by your names,": pair} if len(names) > 1 else {})
 
 
 def _problem(fields: Mapping[str, Any], names: Renaming) -> str:

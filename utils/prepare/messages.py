@@ -44,7 +44,7 @@ _CONTENT = ("content", "value", "text", "parts")
 READ = {"role", "content", "tool_calls", "weight", *_REASONING}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _CALL_PARTS = ("tool_call", "tool_use")  # LLaMA-Factory's and Anthropic's
-_ABOUT_A_ROW = re.compile(
+ABOUT_A_ROW = re.compile(
     r"(.*_)?(id|name|index|type|time|timestamp|date|created|created_at|updated_at|model|lang|"
     r"language|source|url|score|rank|hash|status)s?",
     re.IGNORECASE,
@@ -330,7 +330,7 @@ def _check_says_something(where: str, message: Mapping[str, Any], text_key: str)
         if key not in READ
         and isinstance(value, str | list | Mapping)
         and len(value)
-        and not _ABOUT_A_ROW.fullmatch(key)
+        and not ABOUT_A_ROW.fullmatch(key)
     ]
     if "content" not in message or (lost and _says_nothing(message)):
         problem = f"{where} has no {text_key!r}"

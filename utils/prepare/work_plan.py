@@ -362,7 +362,7 @@ def _row_format(record: Record, source: Source, wanted: str) -> str:
     formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in NEEDED.items())
     raise ConfigurationError(
         f"{where}: no known format (columns: {shown or 'none'}): {naming_hint(record.fields)}. "
-        f"Without --columns a record needs: {formats}. --columns NAME=text reads any text"
+        f"Without --columns a record needs: {formats}"
     )
 
 

@@ -240,8 +240,13 @@ NAMED = {
          [[Q, CALLING]]),
     "Glaive v2":
         ({"system": "SYSTEM: s", "chat": "USER: q ASSISTANT: a"}, ["USER: q ASSISTANT: a"]),
+    "Baize":
+        ({"topic": "t", "input": "[|Human|]q[|AI|]a"},
+         ["[|Human|]q[|AI|]a", ["t", "[|Human|]q[|AI|]a"]]),
     "Prosocial": ({"context": "q", "response": "a"}, PAIR),
     "P3": ({"inputs_pretokenized": "q", "targets_pretokenized": "a"}, PAIR),
+    "ms-swift pretraining": ({"response": "t"}, ["t"]),
+    "one unknown column": ({"sentence": "t", "n": 1}, ["t"]),
     "pairs": ({"conversation": [["q", "a"], ["q", "a"]]}, [[Q, A, Q, A]]),
     "roles and texts": ({"dialog": [["user", "q"], ["assistant", "a"]]}, [[Q, A]]),
     "OpenAI responses": (
@@ -272,6 +277,8 @@ NAMED = {
     "sql-create-context":
         ({"question": "q", "context": "c", "answer": "a"}, [[("user", "q\nc"), A]]),
     "messages under any name": ({"trajectory": turns(Q, A), "reward": 1.0}, [[Q, A]]),
+    "identifiers beside texts":
+        ({"instance_id": "12", "statement": "q", "patch": "abc"}, ["abc", ["q", "abc"]]),
 }
 REFUSED = {
     "KTO": ({"prompt": "q", "completion": "a", "label": True}, "filter {label: true}"),
@@ -315,7 +322,6 @@ REFUSED = {
     "stepwise": ({"prompt": "q", "completions": ["a"], "labels": [True]}, "no column can be read"),
     "translation": ({"translation": {"en": "a", "de": "b"}}, "no column can be read"),
     "numbered columns": ({f"c{i:02}": i for i in range(40)}, r"c19, \.\.\.\): no column"),
-    "one unknown column": ({"sentence": "t", "n": 1}, "--columns NAME=text"),
     "question alone": ({"instruction": "q", "input": "i"}, "no column can be read"),
     "datasets-server": ({"row_idx": 0, "row": {"text": "a"}}, "no column can be read"),
     "segments": ({"segments": [{"label": False, "text": "a"}]}, "no segment of 'segments'"),
