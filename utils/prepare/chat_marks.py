@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from utils.prepare.chat_templates import REASONING_NAMES, ChatTemplate
 from utils.prepare.rows import ChatDocument, Message
 from utils.prepare.values import UnusableRowError
 
+# Settings with which some templates print reasoning that they leave out by default.
+THINKING_ON = ({"thinking": True}, {"enable_thinking": True}, {"preserve_thinking": True})
 # Kinds of marked texts. The name of a tool call is marked only if none of its arguments is marked.
 CONTENT, REASONING, CALL, NAME = range(4)
 KINDS = 4
@@ -232,8 +235,8 @@ class MarkedChat:
             if kind != REASONING or not is_past:
                 what = {CONTENT: "content", REASONING: "reasoning"}.get(kind, "tool calls")
                 problem = LEFT_OUT.format(f"its {what}")
-                if kind == REASONING:
-                    problem += "; or see docs/data.md, Thoughts, for a variable that prints it"
+                if kind == REASONING and (setting := self._setting_that_prints(index, kind)):
+                    problem += f"; or set chat_template_kwargs: {setting}, which prints it"
                 raise self.refused(index, problem, f"{what.replace(' ', '_')}_left_out")
         for index, message in enumerate(self.chat.messages):
             for word in words_of_calls(message):
@@ -246,6 +249,16 @@ class MarkedChat:
                 problem = LEFT_OUT.format(f"the tool {name!r}")
                 raise UnusableRowError("tools_left_out", problem)
         return {index for index, _ in left_out}
+
+    def _setting_that_prints(self, index: int, kind: int) -> str:
+        """Return a setting of THINKING_ON with which the template prints a text; "" if none is."""
+        for setting in THINKING_ON:
+            options = {**(self.chat.template_options or {}), **setting}
+            chat = replace(self.chat, messages=self.messages, template_options=options)
+            with suppress(Exception):  # the template refuses the setting
+                if self._mark(index, kind) in self._template.render(chat):
+                    return json.dumps(setting)
+        return ""
 
 
 def words_of_calls(message: Message) -> Iterator[str]:

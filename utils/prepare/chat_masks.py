@@ -11,6 +11,7 @@ ends the turn. It must not contain text of another message.
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -59,9 +60,18 @@ class ChatMasks:
             raise
         except Exception as error:
             message = f"the chat template refuses this conversation ({reason(error)})"
-            if document.messages[0]["role"] == "system":
-                message += "; if it takes no system message, put that into the first user message"
+            if self._takes_without_system(document):
+                message += ": put the text of the system message into the first user message"
             raise UnusableRowError("template_refused", message) from error
+
+    def _takes_without_system(self, document: ChatDocument) -> bool:
+        """Tell whether the template takes a chat only without its system message."""
+        if document.messages[0]["role"] != "system":
+            return False
+        with suppress(Exception):
+            adapted = self.template.adapted(document.messages[1:])
+            return bool(self.template.render(replace(document, messages=adapted)))
+        return False
 
     def _masked(self, chat: ChatDocument) -> MaskedChat:
         turns = [i for i, message in enumerate(chat.messages) if message["role"] == ASSISTANT]

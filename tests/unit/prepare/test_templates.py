@@ -209,7 +209,7 @@ def test_thinking_that_is_dropped_by_design_is_told_and_in_the_last_turn_is_refu
     silent = [turn | {"weight": 0} for turn in thinking]
     assert not masked(masks, [*silent, *ONE]).drops_thinking
     assert not masked(masks, ONE).drops_thinking
-    with pytest.raises(UnusableRowError, match=r"message 1 \(assistant\): .* its reas.*data\.md"):
+    with pytest.raises(UnusableRowError, match=r"message 1 \(assistant\): .* leaves out its reas"):
         masked(masks, thinking)
 
 
@@ -226,12 +226,25 @@ def test_what_a_template_leaves_out_is_refused(kind, what):
     assert error.value.reason == f"{what.replace(' ', '_')}_left_out"
 
 
+def test_a_variable_that_prints_the_thoughts_is_named():
+    masks = masks_of(STRUCTURES["thinking is off by default"])
+    with pytest.raises(UnusableRowError, match=r'chat_template_kwargs: \{"thinking": true\}'):
+        masked(masks, [ASK, says("Xone.", reasoning_content="Tone.")])
+    masks = masks_of(PLAIN)
+    with pytest.raises(UnusableRowError, match="leaves out its reasoning") as error:
+        masked(masks, [ASK, says("Xone.", reasoning_content="Tone.")])
+    assert "chat_template_kwargs" not in str(error.value)
+
+
 def test_a_template_without_system_messages_is_refused_with_what_to_do():
     """As Gemma 2's, which says "System role not supported"."""
     check = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     masks = masks_of(check + PLAIN)
     with pytest.raises(UnusableRowError, match=r"no system.*into the first user message"):
         masked(masks, [{"role": "system", "content": "Help."}, ASK, SAY])
+    alternate = masks_of(STRUCTURES["roles must alternate"])
+    with pytest.raises(UnusableRowError, match=r"must alternate\)$"):
+        masked(alternate, [{"role": "system", "content": "Help."}, ASK, ASK, SAY])
 
 
 def test_words_that_are_printed_behind_the_result_of_their_call_are_refused():
