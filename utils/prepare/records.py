@@ -86,10 +86,9 @@ def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
             "WINDOWS-1252 -t UTF-8"
         ) from error
     except (OSError, pa.ArrowException) as error:
-        cause = "the file is damaged or was cut short"
-        if "too much memory" in str(error):  # a window above 128 MiB
-            cause = "unpack it with zstd -d --long=31"
-        raise ConfigurationError(f"{part.file.path}: cannot be read, {cause} ({error})") from error
+        raise ConfigurationError(
+            f"{part.file.path}: cannot be read, the file is damaged or was cut short ({error})"
+        ) from error
 
 
 def converter(own_format: str) -> Callable[[Record], Record | BadRow]:

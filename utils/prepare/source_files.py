@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 import pyarrow as pa
+import zstandard
 
 from utils.config.errors import ConfigurationError, Report, did_you_mean
 from utils.prepare.messages import are_messages
@@ -158,7 +159,48 @@ def open_source(path: str, compression: Compression | None) -> IO[bytes]:
     """Open a file and decompress it while it is read. Only an uncompressed file supports seek."""
     if compression is None:
         return Path(path).open("rb")
+    if compression == "zstd":
+        return io.BufferedReader(_ZstdStream(path), 1 << 16)
     return cast(IO[bytes], io.BufferedReader(pa.input_stream(path, compression=compression)))
+
+
+class _ZstdStream(io.RawIOBase):
+    """A reader of zstd files with windows up to 2 GiB (pyarrow: 128 MiB), from `zstd --long=31`."""
+
+    def __init__(self, path: str):
+        self._blocks = _zstd_blocks(path)
+        self._left = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._left:
+            block = next(self._blocks, None)
+            if block is None:
+                return 0
+            self._left = memoryview(block)
+        size = min(len(buffer), len(self._left))
+        buffer[:size], self._left = self._left[:size], self._left[size:]
+        return size
+
+
+def _zstd_blocks(path: str) -> Iterator[bytes]:
+    """Yield the decompressed bytes; raises OSError for a file that is damaged or cut short."""
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    frame = None
+    with Path(path).open("rb") as file:
+        while compressed := file.read(1 << 17):
+            while compressed:
+                frame = frame or decompressor.decompressobj()
+                try:
+                    yield frame.decompress(compressed)
+                except zstandard.ZstdError as error:
+                    raise OSError(str(error)) from error
+                compressed = frame.unused_data
+                frame = None if frame.eof else frame
+    if frame is not None:
+        raise OSError("the compressed stream is incomplete")
 
 
 # --- paths to files
