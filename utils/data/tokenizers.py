@@ -19,6 +19,7 @@ ADVICE = (
     "A folder needs tokenizer.json; a Hub name needs a connection or a cached copy; a tokenizer's "
     "own code is not run."
 )
+MOST_IDS = 1 << 24  # sixty times the largest published vocabulary
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end|)generation\s*([-+]?)%\}")
 
 
@@ -26,7 +27,7 @@ def load_tokenizer(name_or_path: str, *, is_cached: bool = False) -> "PreTrained
     """Load a tokenizer from a folder or by its Hub name, without running code from there.
 
     is_cached: do not ask the Hub, read only the Hub cache. Raises ConfigurationError if the
-    tokenizer is missing, needs custom code, or has no eos_token.
+    tokenizer is missing, needs custom code, or has no eos_token or too large ids.
     """
     from huggingface_hub import is_offline_mode
     from transformers import AutoTokenizer
@@ -42,10 +43,17 @@ def load_tokenizer(name_or_path: str, *, is_cached: bool = False) -> "PreTrained
         tokenizer = AutoTokenizer.from_pretrained(
             name_or_path, local_files_only=is_folder or is_cached, trust_remote_code=False
         )
-    if tokenizer.eos_token_id is None:
+        size, end = vocabulary_size(tokenizer), tokenizer.eos_token_id
+    if end is None:
         raise ConfigurationError(
             f"tokenizer_name_or_path: {name_or_path}: the tokenizer has no eos_token, so the end "
             "of a document could not be marked; set one and save the tokenizer again"
+        )
+    if size > MOST_IDS:
+        raise ConfigurationError(
+            f"tokenizer_name_or_path: {name_or_path}: its {len(tokenizer):,} tokens have ids up to "
+            f"{size - 1:,}, and a model needs a row for each id up to the largest: mend the ids in "
+            "tokenizer.json"
         )
     return tokenizer
 
