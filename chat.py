@@ -16,7 +16,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from utils.launch.entry import start
+from utils.launch.opening import start
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from utils.launch.entry import start
+from utils.launch.opening import start
 
 
 def main(argv: Sequence[str] | None = None) -> int:

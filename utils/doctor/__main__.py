@@ -41,7 +41,6 @@ OPTIONAL = {
     "lm_eval": "benchmarks of a finished model",
 }
 LIMIT_S = 180.0  # for all checks, which run at once: a busy machine is slow, but not that slow
-SAID_AFTER_S = 10.0
 LEAST_FREE_GIB = 20
 SHARED = "/dev/shm"  # noqa: S108 - only its size is read
 # A line of sinfo about nodes that run jobs. A state with "*" at its end does not answer.
@@ -107,11 +106,7 @@ class RunningCheck:
 
     def wait(self, limit_s: float) -> list[Finding]:
         """Return the findings, or those so far after `limit_s`."""
-        self.thread.join(min(SAID_AFTER_S, limit_s))
-        if self.thread.is_alive():
-            text = f"{'wait':<8} {self.name}: still running"
-            print(text, flush=True)  # noqa: T201 - the output of this command
-            self.thread.join(limit_s)
+        self.thread.join(limit_s)
         if not self.thread.is_alive():
             return self.findings
         what = f"{self.name}: still running"

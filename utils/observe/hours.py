@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils.host.phase_times import HUNG, SAVING
-from utils.host.run_lock import WATCH_S
+from utils.host.run_lock import HUNG, SAVING, WATCH_S
 from utils.observe.endings import End, end_of_start
 from utils.observe.history import History, Start, read_run
 

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from utils.host.environment import LIMIT, OPEN_FILES, inherited, report_environment
+from utils.host.machine import LIMIT, OPEN_FILES, inherited, report_environment
 
 # Variables that guides of clusters and of training projects set, and variables without effect.
 ACTING = {

@@ -9,7 +9,7 @@ import pytest
 
 from utils.callbacks.progress import Phase
 from utils.host import run_lock
-from utils.host.phase_times import HUNG, SAVING, PhaseTimes
+from utils.host.run_lock import HUNG, SAVING, PhaseTimes
 from utils.observe.history import read_run
 from utils.observe.hours import PHASES, amount, end_of_budget, hours_of
 from utils.observe.run_state import read_status, sums_of_hours
@@ -115,20 +115,6 @@ def test_a_copied_run_has_the_same_hours(interrupted):
     for path in (interrupted / ".lock").iterdir():
         os.utime(path)  # as `cp -r` does
     assert hours_of(read_run(interrupted)).parts == pytest.approx(before)
-
-
-@pytest.mark.parametrize(
-    "spent", [{"training": -1}, {"training": 1e300}, {"training": "NaN"}, ["x"], 7, {"x": None}]
-)
-def test_damaged_times_count_nothing(tmp_path, spent):
-    run = write(tmp_path / "run", entry(BEGIN, "0"))
-    owner(run, 1, BEGIN, {}, beat=BEGIN + 50)
-    path = run / ".lock" / "owner-1"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"spent": spent, "kwh": -1}))
-    os.utime(path, (BEGIN + 50,) * 2)
-    hours = hours_of(read_run(run))
-    assert 0 <= hours.total < 1
-    assert hours.kwh == 0
 
 
 @pytest.mark.parametrize("ranks", [-3, 0, 10**400, None])

@@ -10,7 +10,7 @@ from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.config.strategy import SUBMITTING
 from utils.launch.ledger import Fault, record
 from utils.submit import check as checking
-from utils.submit.limits import SlurmAnswers, check_request
+from utils.submit.check import SlurmAnswers, check_request
 
 # Recorded from Slurm 22.05: scontrol --oneliner show partition (the fields that count), sinfo.
 PARTITIONS = """\
