@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,13 +45,8 @@ def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     If several lines have the same event, split and step, only the last is returned, because a
     resumed run repeats an interrupted evaluation.
     """
-    return as_series(read_lines(Path(path))[0])
-
-
-def as_series(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return lines without rolled-back and repeated ones (see `read_journal`)."""
     events: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for line in lines:
+    for line in read_lines(Path(path))[0]:
         event, step = line["event"], line["step"]
         if event in STARTS:
             done = step if event == "resumed" else -1

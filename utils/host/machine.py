@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 OPEN_FILES = 4096  # data workers, sockets between ranks and mapped files take some each
 LIMIT = "ulimit -n"
 GPUS, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
-# Variables that change the results or the speed of training, and the effects of some of them.
+# Variables that change the results or the speed of training.
 _FAMILIES = re.compile(
     "(NCCL|CUDA|CUBLAS|CUDNN|OMP|MKL|KMP|GOMP|GLOO|UCX|HCOLL|OMPI_MCA|FI_|PYTORCH|TORCHDYNAMO|TRITON"
     "|NVIDIA_TF32|TORCH_(ALLOW_TF32|BLAS|COMPILE|CUDNN|DISTRIBUTED_DEBUG|LOGS)).*"
@@ -23,14 +23,6 @@ _FAMILIES = re.compile(
 _HARMLESS = re.compile(
     ".*_(HOME|PATH|ROOT|DIR|DIRECTORY|VERSION)|CUDA_DEVICE_ORDER|CUDA_MODULE_LOADING|.*_CUDA_CHECK"
 )
-EFFECTS = {
-    "several times slower": "CUDA_LAUNCH_BLOCKING|PYTORCH_NO_CUDA_MEMORY_CACHING",
-    "slower between GPUs or nodes": "NCCL_(IB|P2P|SHM)_DISABLE|NCCL_P2P_LEVEL|NCCL_(ALGO|PROTO)",
-    "only these GPUs are seen": GPUS,
-    "the threads of each rank": THREADS,
-    "overrules tf32": "NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "nothing is compiled": "TORCH_COMPILE_DISABLE|TORCHDYNAMO_DISABLE",
-}
 
 
 def host_name() -> str:
@@ -129,13 +121,6 @@ def without_indices(variable: str) -> str:
     return f"{name} has {len(devices)}"
 
 
-def _with_effect(variable: str) -> str:
-    """Return NAME=VALUE with the effect of the variable."""
-    name = variable.partition("=")[0]
-    effects = (text for text, names in EFFECTS.items() if re.fullmatch(names, name))
-    return variable + "".join(f" ({text})" for text in effects)
-
-
 def report_environment() -> None:
     """Log the inherited variables that change results or speed; raise the limit of open files."""
     expected = {LIMIT}
@@ -144,10 +129,8 @@ def report_environment() -> None:
     found = [each for each in inherited(os.environ) if each.partition("=")[0] not in expected]
     if found and global_rank() == 0:
         usual = all(each.startswith((GPUS, THREADS)) for each in found)
-        listed = ", ".join(map(_with_effect, found))
-        logger.log(
-            logging.INFO if usual else logging.WARNING, "inherited from the environment: %s", listed
-        )
+        level = logging.INFO if usual else logging.WARNING
+        logger.log(level, "inherited from the environment: %s", ", ".join(found))
     if line := _raise_open_files():
         logger.warning("%s", line)
 

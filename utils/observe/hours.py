@@ -27,7 +27,6 @@ PHASES: dict[str, tuple[str, ...]] = {
 }
 REDONE = "training", "evaluation", "saves"  # parts that a later start repeats after a failure
 GPU_HOURS, PROCESS_HOURS = "GPU-hours", "process-hours"
-LARGEST = 10**7  # a larger number of ranks is damage
 CO2 = "STOKER_CO2_G_PER_KWH"
 
 
@@ -69,8 +68,7 @@ def hours_of(run: History) -> Hours:
 
 
 def _ranks(start: Start) -> int:
-    given = int((start.entry.get("launch") or {}).get("world_size") or 0)
-    return given if 0 < given < LARGEST else 0
+    return int((start.entry.get("launch") or {}).get("world_size") or 0)
 
 
 def _seconds(run: History, start: Start, before: Start | None) -> dict[str, float]:
@@ -82,9 +80,6 @@ def _seconds(run: History, start: Start, before: Start | None) -> dict[str, floa
     rest = max(start.ended - began - sum(spent.values()), 0.0)
     if spent:
         rest = min(rest, 2 * WATCH_S)  # since the last heartbeat; more if a clock was wrong
-    elif start.trained:  # by an older version of Stoker
-        parts["starts"] = min(max(start.trained - began, 0.0), rest)
-        rest -= parts["starts"]
     end = end_of_start(run, start)
     if end.word in ("failed", "interrupted") or end is End.BY_USER:
         kept = _by_part(saved)
