@@ -101,9 +101,9 @@ def note_hang(silent_s: float) -> None:
             lock.write()
 
 
-def held_runs() -> dict[Path, str]:
-    """Return the run directories that this process has locked, with `note_error`'s error or ""."""
-    return {path: lock.error or "" for path, lock in _held.items()}
+def held_runs() -> list[Path]:
+    """Return the run directories that this process has locked."""
+    return list(_held)
 
 
 def taken_over(output_dir: Path) -> str | None:

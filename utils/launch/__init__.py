@@ -11,5 +11,5 @@ opening      the first import of every script: Ctrl-C, version, short help, firs
 verdict      files with the reason and exit code of each rank and of the whole job; restarts after a
              lost rank
 ledger       faults of nodes, and which nodes a requeued job leaves out
-notify       messages about the end of a job to a webhook or a command
+notify       report and message at the end of a run without a job script
 """

@@ -34,9 +34,9 @@ from utils.host.machine import host_name, memory_kills
 from utils.host.redaction import write_error
 from utils.host.run_lock import BY_USER
 from utils.launch.caches import enter_node_directory, pack_compiled, unpack_compiled
-from utils.launch.notify import tell
+from utils.launch.notify import tell, write_report
 from utils.launch.rendezvous import check_nodes, node_facts
-from utils.launch.script import FAILED, configure_logging, missing_package, write_report
+from utils.launch.script import FAILED, configure_logging, missing_package
 from utils.launch.signals import (
     CTRL_C,
     EXIT_CODE,

@@ -71,8 +71,6 @@ OUT_OF_MEMORY = (
 SILENT = "a process of the job ended without a word; see above"
 SHOWN = 4  # ranks in a message
 
-runs_begun: list[Path] = []  # output directories of the runs that this process started as rank 0
-
 
 @dataclass(frozen=True)
 class Note:
@@ -133,7 +131,6 @@ def read_notes(directory: Path | None = None) -> list[Note]:
 
 def mark_run_started(output_dir: Path, gpus: Sequence[str] = ()) -> None:
     """Tell slurm/training_job.sh that all checks passed. `gpus`: the UUID of each rank's GPU."""
-    runs_begun.append(output_dir)
     leave_file(GPUS, json.dumps(gpus))
     leave_file(RUN_STARTED, f"{output_dir}\n")
 
