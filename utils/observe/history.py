@@ -7,7 +7,6 @@ They stay in `Start.lines`, so the report can show lost work. `History.lines` le
 
 import contextlib
 import datetime
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,12 +90,11 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class Page:
-    """A text file matching PAGES. `beside`: for a profile, the names of all files in its folder."""
+    """A text file matching PAGES."""
 
     name: str
     text: str
     time: float
-    beside: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -105,8 +103,8 @@ class History:
 
     refused: the file in .lock of the newest start, if this start failed the checks and an earlier
     start passed them. lines: lines of metrics.jsonl that are not `lost`. first_lines: the beginning
-    of metrics.jsonl. checkpoints: committed checkpoints, newest first. nonfinite: contents of the
-    files nonfinite-step-N.json.
+    of metrics.jsonl. checkpoints: committed checkpoints, newest first. nonfinite: step and
+    time of each file nonfinite-step-N.json.
     """
 
     path: Path
@@ -119,7 +117,7 @@ class History:
     max_steps: int | None
     checkpoints: tuple[Manifest, ...]
     has_final: bool
-    nonfinite: tuple[dict[str, Any], ...]
+    nonfinite: tuple[tuple[int, float], ...]
     pages: tuple[Page, ...]
     damaged: tuple[str, ...]
     missing: tuple[str, ...]
@@ -218,7 +216,7 @@ def read_run(path: Path, *, whole: bool = True) -> History:
         max_steps=limits[-1] if limits else None,
         checkpoints=tuple(_read_checkpoints(path, whole, damaged)),
         has_final=(path / FINAL).is_dir(),
-        nonfinite=tuple(_read_nonfinite(path, damaged)),
+        nonfinite=tuple(_read_nonfinite(path)),
         pages=tuple(_read_pages(path, damaged)),
         damaged=tuple(damaged),
         missing=tuple(missing),
@@ -364,23 +362,10 @@ def _read_checkpoints(path: Path, whole: bool, damaged: list[str]) -> Iterator[M
             damaged.append(f"{directory.name}: {shown}")
 
 
-def _read_nonfinite(path: Path, damaged: list[str]) -> Iterator[dict[str, Any]]:
+def _read_nonfinite(path: Path) -> Iterator[tuple[int, float]]:
     for file in sorted(path.glob("nonfinite-step-*.json")):
-        try:
-            content = redacted(json.loads(file.read_text(encoding="utf-8")))
-            yield {
-                "file": file.name, "time": file.stat().st_mtime,
-                "step": int(content["step"]),
-                "losses": [
-                    one | {"micro_batch": int(one["micro_batch"])} for one in content["losses"]
-                ],
-                "gradient_norm": content["gradient_norm"],
-                "weights": [str(name) for name in content["weights"]],
-                "documents_of": content["documents_of"],
-                "documents": [dict(row.items()) for row in content["documents"]],
-            }  # fmt: skip
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            damaged.append(f"{file.name}: cannot be read ({error})")
+        with contextlib.suppress(OSError, ValueError):
+            yield int(file.stem.rpartition("-")[2]), file.stat().st_mtime
 
 
 def _read_pages(path: Path, damaged: list[str]) -> Iterator[Page]:
@@ -390,8 +375,6 @@ def _read_pages(path: Path, damaged: list[str]) -> Iterator[Page]:
         try:
             with file.open(encoding="utf-8", errors="replace") as opened:
                 text = opened.read(LONGEST_PAGE)
-            name, time = str(file.relative_to(path)), file.stat().st_mtime
-            beside = sorted(each.name for each in file.parent.iterdir()) if "/" in name else []
-            yield Page(name, text, time, tuple(beside))
+            yield Page(str(file.relative_to(path)), text, file.stat().st_mtime)
         except OSError as error:
             damaged.append(f"{file.name}: cannot be read ({error.strerror})")
