@@ -50,7 +50,6 @@ from utils.launch.processes import (
     LaunchFacts,
     check_connected,
     check_launch,
-    report_groups,
     requested_replicas,
     requested_strategy,
 )
@@ -168,7 +167,9 @@ def report_strategy(settings: RunSettings, launch: LaunchFacts) -> None:
     given, shown = settings.run.strategy, settings.values.shown("strategy")
     environment = settings.values.environment
     if is_hybrid(environment):
-        report_groups(launch, int(environment.get("LOCAL_WORLD_SIZE", launch.world_size)))
+        also = ", as with fsdp2: there is one copy" if launch.replicas == 1 else ""
+        shards = f"each sharded over {launch.shards} ranks{also}"
+        logger.info("hsdp: %d x the states, %s", launch.replicas, shards)
     if given == AUTO:
         return
     asked = strategy_variables(read_config(strategy_path(given), shown).content)
