@@ -7,7 +7,7 @@ Slurm's limits show requests that would wait in the queue for ever. A dry run ch
 
 DIRECTORY: where sbatch was called. FIELDS: names of squeue's fields, joined by commas. ANSWER:
 squeue's output for the job: the value of each field, padded to WIDTH bytes, so that text in a value
-cannot look like another field. REFUSAL to QOS: see SlurmAnswers. COUNT: the number of OPTIONS.
+cannot look like another field. REFUSAL to QOS: see check_request. COUNT: the number of OPTIONS.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
@@ -51,7 +50,7 @@ _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 def main(argv: Sequence[str] | None = None) -> int:
     """Check a held job and return the exit code of its dry run. Raises ConfigurationError."""
     directory, fields, answer, *words = sys.argv[1:] if argv is None else argv
-    answers, (count, *words) = SlurmAnswers(*words[:4]), words[4:]
+    answers, (count, *words) = words[:4], words[4:]
     options, (job_script, *arguments) = words[: int(count)], words[int(count) :]
     job, text = {}, os.fsencode(answer)
     for at, name in enumerate(fields.split(",")):
@@ -62,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     log = log.replace("%j", job["JobID"])
     _say(f"log:     {log}")
     kind, gpus = Path(job_script).name, gpus_per_node(job)
-    for note in check_request(job, gpus, answers):
+    for note in check_request(job, gpus, *answers):
         _say(f"note:    {note}")
     note_bad_nodes(options, kind)
     if kind in ONE_NODE and job["NumNodes"] != "1":
@@ -228,9 +227,13 @@ def dry_run_command(kind: str, arguments: Sequence[str]) -> list[str]:
     return command
 
 
-@dataclass(frozen=True)
-class SlurmAnswers:
-    """Output of Slurm's commands about a job; empty if a command failed.
+def check_request(
+    job: Mapping[str, str], gpus: int, refusal: str, partitions: str, nodes: str, qos: str
+) -> list[str]:
+    """Return notes on limits that Slurm did not tell. `gpus`: GPUs per node of the job.
+
+    Raises UnfitClusterError if none of the job's partitions can ever start the job. The texts are
+    the output of Slurm's commands, empty if a command failed:
 
     refusal     sbatch's messages for the same job without --hold; empty if sbatch accepts the job
     partitions  scontrol --oneliner show partition
@@ -238,40 +241,28 @@ class SlurmAnswers:
     qos         sacctmgr show qos, with the columns name|flags|MaxWall|MaxTRES|MaxTRESPU|GrpTRES;
                 only name|flags if Slurm does not enforce the limits
     """
-
-    refusal: str
-    partitions: str
-    nodes: str
-    qos: str
-
-
-def check_request(job: Mapping[str, str], gpus: int, answers: SlurmAnswers) -> list[str]:
-    """Return notes on limits that Slurm did not tell. `gpus`: GPUs per node of the job.
-
-    Raises UnfitClusterError if none of the job's partitions can ever start the job.
-    """
-    partitions = {}
-    for line in answers.partitions.splitlines():
+    known = {}
+    for line in partitions.splitlines():
         found = dict(re.findall(r"(\S+?)=(\S*)", line))
-        partitions[found.get("PartitionName")] = found
+        known[found.get("PartitionName")] = found
     names, faults, notes = job["Partition"].split(","), [], []
     for name in names:
-        if name not in partitions:
+        if name not in known:
             notes.append(f"Slurm does not show the limits of partition {name}: not checked")
             continue
-        qos = _qos_limits(job, partitions[name], answers.qos)
-        if qos is None:
+        limits = _qos_limits(job, known[name], qos)
+        if limits is None:
             notes.append(
                 f"sacctmgr does not show QOS {job['QOS']}, so the limits of partition {name} (time "
-                f"{partitions[name].get('MaxTime')}) are not checked"
+                f"{known[name].get('MaxTime')}) are not checked"
             )
-        elif fault := next(_faults(job, gpus, partitions[name], qos), None):
+        elif fault := next(_faults(job, gpus, known[name], limits), None):
             faults.append(fault)
     if len(faults) == len(names):
         raise UnfitClusterError(faults)
-    if answers.refusal:
-        _check_nodes(job, gpus, names, answers)
-        notes.append(f"Slurm cannot start this job now: {answers.refusal.strip()}")
+    if refusal:
+        _check_nodes(job, gpus, names, nodes, refusal)
+        notes.append(f"Slurm cannot start this job now: {refusal.strip()}")
     return notes
 
 
@@ -326,10 +317,10 @@ def _faults(
 
 
 def _check_nodes(
-    job: Mapping[str, str], gpus: int, names: list[str], answers: SlurmAnswers
+    job: Mapping[str, str], gpus: int, names: list[str], sinfo: str, refusal: str
 ) -> None:
     """Raise UnfitClusterError if no node of the partitions `names`, up or down, fits the job."""
-    rows = [line.split("|") for line in answers.nodes.splitlines()]
+    rows = [line.split("|") for line in sinfo.splitlines()]
     nodes = [dict(zip(_COLUMNS, row[1:], strict=False)) for row in rows if row[0] in names]
     options = []
     if nodes:
@@ -345,7 +336,7 @@ def _check_nodes(
         f"{node['features']}"
         for node in nodes
     )
-    if not options and _NEVER not in answers.refusal:
+    if not options and _NEVER not in refusal:
         return
     what = f"at most {' '.join(options)}" if options else "less, or another --partition"
     raise UnfitClusterError(
