@@ -169,8 +169,10 @@ class DocumentTokenizer:
     def _completions(
         self, documents: list[CompletionDocument]
     ) -> Iterator[TokenizedDocument | BadRow]:
-        pairs = [(document.prompt, document.completion) for document in documents]
-        for document, (ids, start, held) in zip(documents, self._joined_ids(pairs), strict=True):
+        texts = [document.prompt + document.completion for document in documents]
+        encoded = encode_with_offsets(self.tokenizer, texts)
+        for document, text, (ids, offsets) in zip(documents, texts, encoded, strict=True):
+            start, held = first_token(text, len(document.prompt), len(text), offsets)
             if self._special.are_all(ids[start:]):
                 yield _empty(document)
                 continue
@@ -197,27 +199,6 @@ class DocumentTokenizer:
                 yield BadRow("other_tokenizer", fault, document.location)
                 continue
             yield self._with_target(document, ids, mask, Counter())
-
-    def _joined_ids(
-        self, pairs: Sequence[tuple[str, str]]
-    ) -> Iterator[tuple[np.ndarray, int, str]]:
-        """Yield (ids, start, held) of each prompt and completion, tokenized as one text.
-
-        start: the index of the completion's first token. held: the end of the prompt, if it is in
-        the same token as the first characters of the completion; else "".
-        """
-        texts = [before + behind for before, behind in pairs]
-        if self.tokenizer.is_fast:
-            encoded = encode_with_offsets(self.tokenizer, texts)
-            for (before, _), text, (ids, offsets) in zip(pairs, texts, encoded, strict=True):
-                yield ids, *first_token(text, len(before), len(text), offsets)
-            return
-        # Without offsets the completion begins at the first token that differs from the prompt's.
-        prompts = self._encode([before for before, _ in pairs])
-        for (before, _), whole, prompt in zip(pairs, self._encode(texts), prompts, strict=True):
-            alike = [*(whole[: len(prompt)] == prompt[: len(whole)]), False]
-            start = alike.index(False)
-            yield whole, start, "" if start == len(prompt) else before[-1]
 
     def _chats(self, documents: list[ChatDocument]) -> Iterator[TokenizedDocument | BadRow]:
         """Render chats one by one, then tokenize all renderings in one call."""
