@@ -25,6 +25,12 @@ PROPERTIES = {"probe": {"type": "string", "description": "a probe"}}
 PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["probe"]}
 FUNCTION = {"name": "f", "description": "Try a template out", "parameters": PARAMETERS}
 TOOL = {"type": "function", "function": FUNCTION}
+# An empty thought as templates print it: <think>\n\n</think>, [THINK][/THINK], ...
+EMPTY_THOUGHT = re.compile(
+    r"[<\[◁]\|?(\w*:?(?:think|thinking|thought|reasoning))\|?[>\]▷]\s*[<\[◁]\|?/\1\|?[>\]▷]"
+    r"|<\|open\|>think<\|sep\|>\s*<\|close\|>think<\|sep\|>|<\|channel>thought\s*<channel\|>|<\|START_THINKING\|>\s*<\|END_THINKING\|>",
+    re.IGNORECASE,
+)
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from utils.data.tokenizers import id_type
 from utils.prepare.chat_masks import ChatMasks, MaskedChat
+from utils.prepare.chat_templates import EMPTY_THOUGHT
 from utils.prepare.encoding import (
     LARGEST_PIECE_CHARACTERS,
     GigatokenEncoder,
@@ -55,13 +56,6 @@ MASK_COLUMNS = {"text": None, "messages": "assistant_masks", "prompt_completion"
 TOKENS_PER_BATCH = 1 << 20
 
 WORDS_HELD, BLANK_HELD = "prompt_words_in_completions", "prompt_blanks_in_completions"
-
-# An empty thought as templates print it: <think>\n\n</think>, [THINK][/THINK], ...
-EMPTY_THOUGHT = re.compile(
-    r"[<\[◁]\|?(\w*:?(?:think|thinking|thought|reasoning))\|?[>\]▷]\s*[<\[◁]\|?/\1\|?[>\]▷]"
-    r"|<\|open\|>think<\|sep\|>\s*<\|close\|>think<\|sep\|>|<\|channel>thought\s*<channel\|>|<\|START_THINKING\|>\s*<\|END_THINKING\|>",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -169,10 +163,8 @@ class DocumentTokenizer:
     def _completions(
         self, documents: list[CompletionDocument]
     ) -> Iterator[TokenizedDocument | BadRow]:
-        texts = [document.prompt + document.completion for document in documents]
-        encoded = encode_with_offsets(self.tokenizer, texts)
-        for document, text, (ids, offsets) in zip(documents, texts, encoded, strict=True):
-            start, held = first_token(text, len(document.prompt), len(text), offsets)
+        pairs = [(document.prompt, document.completion) for document in documents]
+        for document, (ids, start, held) in zip(documents, self._joined_ids(pairs), strict=True):
             if self._special.are_all(ids[start:]):
                 yield _empty(document)
                 continue
@@ -199,6 +191,27 @@ class DocumentTokenizer:
                 yield BadRow("other_tokenizer", fault, document.location)
                 continue
             yield self._with_target(document, ids, mask, Counter())
+
+    def _joined_ids(
+        self, pairs: Sequence[tuple[str, str]]
+    ) -> Iterator[tuple[np.ndarray, int, str]]:
+        """Yield (ids, start, held) of each prompt and completion, tokenized as one text.
+
+        start: the index of the completion's first token. held: the end of the prompt, if it is in
+        the same token as the first characters of the completion; else "".
+        """
+        texts = [before + behind for before, behind in pairs]
+        if self.tokenizer.is_fast:
+            encoded = encode_with_offsets(self.tokenizer, texts)
+            for (before, _), text, (ids, offsets) in zip(pairs, texts, encoded, strict=True):
+                yield ids, *first_token(text, len(before), len(text), offsets)
+            return
+        # Without offsets the completion begins at the first token that differs from the prompt's.
+        prompts = self._encode([before for before, _ in pairs])
+        for (before, _), whole, prompt in zip(pairs, self._encode(texts), prompts, strict=True):
+            alike = [*(whole[: len(prompt)] == prompt[: len(whole)]), False]
+            start = alike.index(False)
+            yield whole, start, "" if start == len(prompt) else before[-1]
 
     def _chats(self, documents: list[ChatDocument]) -> Iterator[TokenizedDocument | BadRow]:
         """Render chats one by one, then tokenize all renderings in one call."""

@@ -48,12 +48,6 @@ def given_tokenizer(
         logger.info(
             "add_tokens: %d of %d are new, ids up to %d", len(new), len(words), len(tokenizer) - 1
         )
-    pairs = any(rows.row_format == "prompt_completion" for rows in plan.settings.sources)
-    if not tokenizer.is_fast and (plan.needs_chat_template or pairs):
-        raise ConfigurationError(
-            f"{name}: chats and completions need a fast tokenizer (tokenizer.json): its character "
-            "offsets give the loss masks"
-        )
     defaults = arguments.chat_template_kwargs or {}
     if plan.needs_chat_template or arguments.chat_template is not None:
         date = plan.settings.template_date
@@ -61,7 +55,9 @@ def given_tokenizer(
             attach_template(tokenizer, arguments.chat_template, date, defaults)
             for rows in plan.settings.sources:
                 _warn_of_unread(tokenizer, rows.chat_template_kwargs or {})
-    elif tokenizer.chat_template and pairs:
+    elif tokenizer.chat_template and any(
+        rows.row_format == "prompt_completion" for rows in plan.settings.sources
+    ):
         logger.warning(
             "prompts and completions are trained on as they are, without the tokenizer's chat "
             "template: to train a chat model name the columns instruction and output (--columns)"
@@ -84,8 +80,8 @@ def attach_template(
 
     The template's variables get the default values `defaults`. Logs a line if the template has no
     {% generation %} markers, and a line with `date` if the template prints today's date. Raises
-    ConfigurationError if the template is missing or invalid, or if no chat of PROBES can be trained
-    on with the template.
+    ConfigurationError if the template is missing or invalid, if no chat of PROBES can be trained on
+    with the template, or if the tokenizer is not fast.
     """
     if template_file is not None:
         with foreign(template_file, "cannot be read"):
@@ -94,6 +90,11 @@ def attach_template(
         raise ConfigurationError(
             "the tokenizer has no chat template: give --chat_template FILE, for example "
             "recipes/chat_templates/chatml.jinja"
+        )
+    if not tokenizer.is_fast:
+        raise ConfigurationError(
+            "chats need a fast tokenizer (tokenizer.json): loss masks come from its character "
+            "offsets"
         )
     _warn_of_unread(tokenizer, defaults or {})
     # A tokenizer may have several named templates; the default one renders conversations.

@@ -12,8 +12,9 @@ from transformers import AutoTokenizer
 from utils.config.errors import ConfigurationError
 from utils.data.token_dataset import open_token_dataset
 from utils.prepare.chat_masks import MaskedChat
+from utils.prepare.chat_templates import EMPTY_THOUGHT
 from utils.prepare.encoding import load_prompts
-from utils.prepare.tokenization import EMPTY_THOUGHT, token_mask
+from utils.prepare.tokenization import token_mask
 from utils.prepare.tokenizer import attach_template, template_with_defaults
 from utils.prepare.values import UnusableRowError
 

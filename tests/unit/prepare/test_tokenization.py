@@ -107,15 +107,14 @@ def test_gigatoken_gives_the_ids_of_the_tokenizer(family):
         assert ids.tolist() == exact.tolist(), text
 
 
-def test_a_tokenizer_without_offsets_takes_texts_alone(tmp_path, prepare):
-    ByT5Tokenizer().save_pretrained(tmp_path / "slow")
-    given = {"tokenizer_name_or_path": str(tmp_path / "slow")}
-    texts = samples.write_jsonl(tmp_path / "texts.jsonl", [{"text": "ß"}])
-    (ids,) = samples.rows(prepare("texts", sources=[texts], **given) / "train")
-    assert ids == ByT5Tokenizer()("ß")["input_ids"]
-    pairs = samples.write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "q", "completion": "a"}])
-    with pytest.raises(ConfigurationError, match="completions need a fast tokenizer"):
-        prepare("pairs", sources=[pairs], **given)
+def test_a_tokenizer_without_offsets_finds_the_completion_by_the_ids_of_the_prompt():
+    tokenizer = ByT5Tokenizer()
+    assert not tokenizer.is_fast
+    rows = [("Answer:\n", "yes"), ("漢", "字 ß"), ("", "no")]
+    for (prompt, completion), found in zip(rows, tokenized(tokenizer, rows), strict=True):
+        assert found.ids.tolist() == tokenizer(prompt + completion)["input_ids"]
+        trained = found.ids[found.loss_mask == 1]
+        assert tokenizer.decode(trained) == completion + tokenizer.eos_token
 
 
 @pytest.mark.parametrize("template", ["$A", f"{BEGIN} $A", f"{BEGIN} $A {END}", f"$A {END}"])
