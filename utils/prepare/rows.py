@@ -47,11 +47,12 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "segments": ("special_tokens",),  # true: add BOS and EOS
     "tokens": ("labels", "attention_mask", *MASKS),
 }
-# {row format: the format of its documents}, if they differ.
+# {row format: the format of its documents}
 DOCUMENT_FORMATS = {
-    "sharegpt": "messages", "alpaca": "messages",
-    "segments": "prompt_completion", "tokens": "prompt_completion",
-}  # fmt: skip
+    "text": "text",
+    **dict.fromkeys(("messages", "sharegpt", "alpaca"), "messages"),
+    **dict.fromkeys(("prompt_completion", "segments", "tokens"), "prompt_completion"),
+}
 PIECES = {"segments": read_segments, "tokens": read_tokens}  # formats of a PiecesDocument
 _MEDIA_TAGS = re.compile("<(image|video|audio)>")  # as LLaMA-Factory and others write them
 
@@ -234,7 +235,7 @@ def holds_chats(fields: Mapping[str, Any], row_format: str) -> bool:
     """Tell whether a row becomes a ChatDocument."""
     if row_format == "prompt_completion":
         return _is_chat(fields.get("prompt"))
-    return DOCUMENT_FORMATS.get(row_format, row_format) == "messages"
+    return DOCUMENT_FORMATS[row_format] == "messages"
 
 
 def document_fields(

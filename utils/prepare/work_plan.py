@@ -148,7 +148,7 @@ def _plan(arguments: PreparationArguments, remarks: Remarks) -> PreparationPlan:
     # The default date is that of the newest file: shards that run on two days need the same date.
     newest = max(file.mtime_ns for files in sources.values() for file in files)
     day = datetime.fromtimestamp(newest / 1e9, UTC).date().isoformat()
-    document_format = _documents_of(rows[0])
+    document_format = DOCUMENT_FORMATS[rows[0].row_format]
     settings = UnitSettings(
         document_format=document_format,
         sources=tuple(rows),
@@ -243,10 +243,6 @@ def _share_of_tokens(
 # --- formats
 
 
-def _documents_of(rows: RowSettings) -> str:
-    return DOCUMENT_FORMATS.get(rows.row_format, rows.row_format)
-
-
 def _decide_formats(
     sources: SourceFiles, units: Sequence[WorkUnit], on_bad_row: str, remarks: Remarks
 ) -> tuple[list[RowSettings], bool]:
@@ -259,7 +255,7 @@ def _decide_formats(
     decided_by, is_chat = "", False
     for number, (source, _) in enumerate(sources):
         parts = [part for unit in units if unit.source == number for part in unit.parts]
-        wanted = _documents_of(rows[0]) if rows else ""
+        wanted = DOCUMENT_FORMATS[rows[0].row_format] if rows else ""
         try:
             records = _records(parts, source)
             record = _first_record(records, source, on_bad_row)
@@ -283,9 +279,9 @@ def _decide_formats(
                 f"{record.location}: chat_template_kwargs of a source are for chats, and this is "
                 f"{read.row_format}: leave them out"
             )
-        if wanted and _documents_of(read) != wanted:
+        if wanted and (made := DOCUMENT_FORMATS[read.row_format]) != wanted:
             fault = (
-                f"{record.location}: the format {read.row_format} makes {_documents_of(read)}, but "
+                f"{record.location}: the format {read.row_format} makes {made}, but "
                 f"{decided_by} makes {wanted}, and one dataset holds one kind: prepare them apart"
             )
             if read.row_format == "prompt_completion":
@@ -344,7 +340,7 @@ def _row_format(record: Record, source: Source, wanted: str) -> str:
     where = record.location
     if row_format != "auto":
         return row_format
-    found = [name for name in found if DOCUMENT_FORMATS.get(name, name) == wanted] or found
+    found = [name for name in found if DOCUMENT_FORMATS[name] == wanted] or found
     if len(found) == 1:
         return found[0]
     if found:
