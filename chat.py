@@ -16,7 +16,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from utils.launch.opening import start
+from utils.launch.entry import start
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from utils.launch.opening import start
+from utils.launch.entry import start
 
 
 def main(argv: Sequence[str] | None = None) -> int:

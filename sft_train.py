@@ -11,7 +11,7 @@ what will happen and stops before weights are loaded. The same command resumes a
 
 import sys
 
-from utils.launch.opening import start
+from utils.launch.entry import start
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,7 +22,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from utils.launch.opening import start
+from utils.launch.entry import start
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:

@@ -146,8 +146,15 @@ fi
 [[ $stays_held == yes ]] || scontrol "${on[@]}" release "$job" >&2
 trap - EXIT INT TERM HUP
 
-# Remove the notes of jobs of long ago.
-[[ ! -d $root/.stoker ]] || find "$root/.stoker" -maxdepth 1 -name 'submitted-*' -mtime +60 -delete || true
+# Remove the notes of jobs that were cancelled before they had a log, and those of long ago.
+notes=("$root"/.stoker/submitted-*)
+if [[ -f ${notes[0]} ]] && queue=$(squeue --me --noheader --format=%A); then
+  for note in "${notes[@]}"; do
+    log=$(sed -n 2p -- "$note" 2>/dev/null) || continue # its job ends now
+    [[ -f $log || $'\n'$queue$'\n' == *$'\n'"${note##*-}"$'\n'* ]] || rm -f -- "$note"
+  done
+  find "$root/.stoker" -maxdepth 1 -name 'submitted-*' -mtime +60 -delete || true
+fi
 [[ $parsable == yes ]] && printf '%s\n' "$line" || printf 'Submitted batch job %s\n' "$job"
 say "watch:   squeue --job=$job"
 say "cancel:  scancel $job"

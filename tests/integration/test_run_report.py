@@ -185,7 +185,7 @@ def test_runs_are_compared(opened, run, tmp_path):
 
 
 def test_a_run_that_fails_has_its_page_too(pretraining, tmp_path):
-    """The launcher writes the report after any failure."""
+    """The launcher writes the report after any failure; without a launcher, the run itself does."""
     run, told, teller = tmp_path / "run", tmp_path / "told", tmp_path / "tell me"
     teller.write_text(f'#!/bin/bash\necho "$STOKER_EVENT|$*" >>"{told}"\n')
     teller.chmod(0o755)
@@ -193,12 +193,13 @@ def test_a_run_that_fails_has_its_page_too(pretraining, tmp_path):
     script = ["tests/integration/troubled_run.py", *pretraining(run, **settings)]
     python = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "ACCELERATE_USE_CPU": "true"}
     python |= {"STOKER_ON_EVENT": str(teller)}
-    for trouble, code, words in (
-        ("kill:0:9", 76, "no last word: it was killed"),
-        ("raise:0:99", 0, "Finished at step 6 of 6: final/ holds"),  # after the last step
+    for launched, trouble, code, words in (
+        (True, "kill:0:9", 76, "no last word: it was killed"),
+        (False, "raise:0:3", 1, "RuntimeError: the batch is spoilt"),
+        (False, "raise:0:99", 0, "Finished at step 6 of 6: final/ holds"),  # after the last step
     ):
         env = quiet_environment(python | {"STOKER_TEST_TROUBLE": trouble})
-        command = ["slurm/launch_node.sh", *script]
+        command = ["slurm/launch_node.sh" if launched else sys.executable, *script]
         done = subprocess.run(
             command, cwd=ROOT, env=env, capture_output=True, text=True, check=False
         )
@@ -208,6 +209,7 @@ def test_a_run_that_fails_has_its_page_too(pretraining, tmp_path):
         assert words in page
         assert f"report: {run}/report.html" in shown
         assert ("Next: resume: " in page) == (code > 0)
-    killed, finished = told.read_text().splitlines()
+    killed, failed, finished = told.read_text().splitlines()
     assert killed.startswith(f"failed|failed {run}  rank 0 on "), killed
+    assert failed.startswith(f"failed|failed {run}  RuntimeError: the batch is spoilt ("), failed
     assert finished == f"finished|finished {run}  done"

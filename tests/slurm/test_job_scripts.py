@@ -104,13 +104,16 @@ def test_submit_passes_every_word_and_the_options_of_sbatch_keep_their_meaning(s
     submit("slurm/sweep_job.sh", "s.yaml", SBATCH_ARRAY_INX="1")
     assert "--array=0,2" not in stand_ins.arguments("sbatch")
     assert "slurm/submit.sh --nodes=4" in submit("--help")
-    old, new = (stand_ins.root / f".stoker/submitted-{name}" for name in "12")
-    old.parent.mkdir(exist_ok=True)
-    for note in (old, new):
-        note.touch()
-    os.utime(old, (0, 0))
+    notes = {name: stand_ins.root / f".stoker/submitted-{name}" for name in "12345"}
+    notes["1"].parent.mkdir(exist_ok=True)
+    for name, note in notes.items():
+        note.write_text(f"/runs/{name}\n{stand_ins.root if name == '5' else ''}/slurm/submit.sh\n")
+    os.utime(notes["3"], (0, 0))
+    (stand_ins.root / ".stoker/submitted-6").mkdir()  # unreadable, as one that its job deletes
+    (stand_ins.directory / "state").write_text("2\n3\n")
     submit("-t", "9:00", TRAIN)
-    assert (old.exists(), new.exists()) == (False, True)
+    left = [name for name, note in notes.items() if note.exists()]
+    assert left == ["2", "5"], "2 is in the queue, 3 is old, the log of 5 is there"
     submitted = stand_ins.environment("sbatch")["STOKER_SUBMITTED"]
     assert submitted == f"slurm/submit.sh -t 9:00 {TRAIN} "
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from utils.data.loader import TrainLoader
 from utils.host.collectives import gathered
-from utils.launch.verdict import recovery_s
+from utils.launch.restart import recovery_s
 from utils.model.architecture import MISFITS
 from utils.model.flops import effective_length, peak_flops, token_products
 

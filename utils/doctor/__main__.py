@@ -2,7 +2,8 @@
 
     python -m utils.doctor [--output_dir runs]
 
-The exit code is 1 if something that training needs is missing.
+All checks run at once; importing torch takes the longest. The exit code is 1 if something that
+training needs is missing.
 """
 
 import argparse
@@ -13,6 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +40,8 @@ OPTIONAL = {
     "torchao": "fp8",
     "lm_eval": "benchmarks of a finished model",
 }
-COMMAND_LIMIT_S = 60.0  # nvidia-smi hangs with a broken driver
+LIMIT_S = 180.0  # for all checks, which run at once: a busy machine is slow, but not that slow
+SAID_AFTER_S = 10.0
 LEAST_FREE_GIB = 20
 SHARED = "/dev/shm"  # noqa: S108 - only its size is read
 # A line of sinfo about nodes that run jobs. A state with "*" at its end does not answer.
@@ -72,8 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "output_dir": partial(check_disk, output_dir, "output_dir"),
     }  # fmt: skip
     count = Counter[str]()
-    for name, check in named.items():
-        for finding in findings_of(name, check):
+    until = time.monotonic() + LIMIT_S
+    running = [RunningCheck(name, check) for name, check in named.items()]
+    for check in running:
+        for finding in check.wait(max(until - time.monotonic(), 0.1)):
             count[finding.level] += 1
             mend = f"\n{'':<8} -> {finding.mend}" if finding.mend else ""
             print(redact(f"{finding.level:<8} {finding.what}{mend}"), flush=True)  # noqa: T201
@@ -84,22 +90,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(missing > 0)
 
 
-def findings_of(name: str, check: Check) -> Iterator[Finding]:
-    """Yield the findings of a check. An error becomes a finding."""
-    try:
-        yield from check()
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
-        yield Finding("unknown", f"{name} could not be checked ({text})")
+class RunningCheck:
+    """A check in a thread of its own, with its findings so far. An error becomes a finding."""
+
+    def __init__(self, name: str, check: Check):
+        self.name, self.findings = name, list[Finding]()
+        self.thread = threading.Thread(target=self._run, args=(check,), name=name, daemon=True)
+        self.thread.start()
+
+    def _run(self, check: Check) -> None:
+        try:
+            self.findings.extend(check())  # extend: the findings before an error stay
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.findings.append(Finding("unknown", f"{self.name} could not be checked ({text})"))
+
+    def wait(self, limit_s: float) -> list[Finding]:
+        """Return the findings, or those so far after `limit_s`."""
+        self.thread.join(min(SAID_AFTER_S, limit_s))
+        if self.thread.is_alive():
+            text = f"{'wait':<8} {self.name}: still running"
+            print(text, flush=True)  # noqa: T201 - the output of this command
+            self.thread.join(limit_s)
+        if not self.thread.is_alive():
+            return self.findings
+        what = f"{self.name}: still running"
+        return [*self.findings, Finding("unknown", what, "a disk, the network or a driver hangs")]
 
 
 def output_of(*command: str) -> str:
-    """Return the output of a command. Raises SubprocessError if the command fails or hangs."""
-    done = subprocess.run(
-        command, capture_output=True, text=True, errors="replace", check=True,
-        timeout=COMMAND_LIMIT_S,
-    )  # fmt: skip
+    """Return the output of a command. Raises CalledProcessError if the command fails."""
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=True)
     return done.stdout.strip()
+
+
+# Checks. On an unexpected machine a check may raise or hang.
 
 
 def check_python() -> Iterator[Finding]:
@@ -282,5 +307,8 @@ def check_disk(directory: Path, name: str) -> Iterator[Finding]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback
-    sys.exit(main())
+    try:
+        exit_code = main()
+    except KeyboardInterrupt:
+        exit_code = 128 + signal.SIGINT
+    os._exit(exit_code)  # do not wait for a check that hangs

@@ -4,13 +4,17 @@ Lines are only appended. A run may resume from a checkpoint that is older than t
 each process first appends `{"event": "started"|"resumed", "step": N}`: earlier lines with step > N
 were rolled back, and `read_journal` leaves them out.
 
-Storage faults and killed processes damage lines. `read_lines` leaves out and counts damaged lines.
+Storage faults and killed processes damage lines. `read_lines` checks the types of all fields that
+Stoker uses, and leaves out and counts damaged lines.
 """
 
 import contextlib
 import json
 import math
 import os
+import re
+from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,7 +27,24 @@ LATEST = 253402300799.0  # unix seconds: the year 9999, the last that libraries 
 BLOCK_BYTES = 2**16
 NEAR = 4  # lines after a place, of which one is a training log
 LARGEST_STEP = 2**53  # whole numbers are exact in float64 up to here
+LARGEST_MEASURE = 1e18
 LARGEST_FIGURE = 1e39  # just above what float32 holds
+
+
+# The kind of a field is the first whose pattern matches the field's name. A measure is finite, a
+# figure may be NaN.
+_KINDS = {
+    "text": "event|split|slowest_host|reason",
+    "step": "step|max_steps",
+    "time": "time",
+    "rows": "samples|memory_by_rank",
+    "measure": r"mfu|epochs?|epochs/.*|slowest_rank|slowest_cost|size_bytes"
+    r"|tokens_(seen|share|per_s).*|.*_(s|gib|runtime|per_second)|eval_.*tokens|gpu_utilization|gpu_power_w"
+    r"|energy_kwh",
+    "figure": r"(train_|aux_|last_)?loss|loss/.*|grad_norm|learning_rate"
+    r"|eval_(.*_)?(loss|perplexity|accuracy)",
+    "any": ".*",
+}
 
 
 def strict_json(value: Any, indent: int | None = None) -> str:
@@ -45,8 +66,13 @@ def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     If several lines have the same event, split and step, only the last is returned, because a
     resumed run repeats an interrupted evaluation.
     """
+    return as_series(read_lines(Path(path))[0])
+
+
+def as_series(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return lines without rolled-back and repeated ones (see `read_journal`)."""
     events: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for line in read_lines(Path(path))[0]:
+    for line in lines:
         event, step = line["event"], line["step"]
         if event in STARTS:
             done = step if event == "resumed" else -1
@@ -126,25 +152,56 @@ def skipped(damaged: int) -> str:
 def read_line(text: bytes) -> dict[str, Any] | None:
     """Parse a line of metrics.jsonl (see docs/metrics.md); return None for a damaged line.
 
-    Null fields are left out. Numbers that float32 cannot hold become infinite.
+    A field of a wrong type is damage. A figure (such as a loss) may be NaN or infinite. A
+    non-finite measure (a time, a size, a share) is left out, and so are null fields. Fields that a
+    user's hook added may have any type.
     """
     try:
-        fields = json.loads(text.decode())
-        line = {key: _value(value) for key, value in fields.items() if value is not None}
-        names, step, time = (line["event"], line.get("split", "")), line["step"], line["time"]
-        whole = all(name.isprintable() for name in names) and type(step) is int
-        fits = whole and 0 <= step <= LARGEST_STEP and 0 <= time <= LATEST
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        fields = json.loads(text.decode()).items()
+        checked = {key: _checked(key, value) for key, value in fields if value is not None}
+        line = {key: value for key, value in checked.items() if value is not None}
+        if b"\\u" in text:  # refuse half of a surrogate pair, which no file can store
+            json.dumps(line, ensure_ascii=False).encode()
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
-    return line if fits else None
+    return line if line.keys() >= {"event", "step", "time"} else None
 
 
-def _value(value: Any) -> Any:
-    if isinstance(value, str) and value in NOT_FINITE:
-        return float(value)
-    if isinstance(value, int | float) and abs(value) > LARGEST_FIGURE:
-        return math.inf if value > 0 else -math.inf
+def _checked(key: str, value: Any) -> Any:
+    """Return a field's value; None for a non-finite measure. Raise ValueError for a wrong type."""
+    kind = _kind(key)
+    if isinstance(value, str) and value in NOT_FINITE and kind != "text":
+        value = float(value)
+    if not _fits(kind, value):
+        raise ValueError(key)
+    if kind == "measure" and not -LARGEST_MEASURE < value < LARGEST_MEASURE:
+        return None
+    if kind in ("figure", "any") and _is_number(value) and abs(value) > LARGEST_FIGURE:
+        return math.copysign(math.inf, value)
     return value
+
+
+def _fits(kind: str, value: Any) -> bool:
+    if kind == "text":
+        return isinstance(value, str) and value.isprintable()
+    if kind == "rows":
+        return isinstance(value, list) and all(type(row) is dict for row in value)
+    if kind == "step":
+        return type(value) is int and 0 <= value <= LARGEST_STEP
+    if kind == "time":
+        return _is_number(value) and 0 <= value <= LATEST
+    return kind == "any" or _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or type(value) is int  # bool is a subclass of int
+
+
+@lru_cache(maxsize=1000)
+def _kind(key: str) -> str:
+    if not key.isprintable():
+        raise ValueError(key)
+    return next(kind for kind, keys in _KINDS.items() if re.fullmatch(keys, key))
 
 
 def duration(seconds: float) -> str:
@@ -153,8 +210,6 @@ def duration(seconds: float) -> str:
     >>> duration(271), duration(11_100), duration(187_200)
     ('4m31s', '3h05m', '2d04h')
     """
-    if not math.isfinite(seconds):
-        return "-"
     whole = round(seconds)
     for size, below, units in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
         if whole >= size:

@@ -24,6 +24,7 @@ from typing import Any
 
 from utils.config.errors import ConfigurationError
 from utils.host.machine import host_name
+from utils.host.phase_times import PhaseTimes, valid_numbers
 from utils.host.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -34,12 +35,13 @@ WATCH_S = 30.0  # several heartbeats, because storage or a library that holds th
 LOOK_S = 0.5  # between two reads of the owner's file
 LONGEST_ERROR = 250  # characters; JSON takes up to twelve bytes for one, and a file has SIZE bytes
 SIZE = 4096
-SAVING, HUNG = "saving", "hanging"  # phases
+
 NAMELESS = "a process that left no name"
 RESTART_IN_JOB = "STOKER_RESTART_IN_JOB"  # number of restarts in this start of the job, from 0
 BY_USER = "interrupted by the user (Ctrl-C)"  # the error of a process that Ctrl-C ended
 
 _held: dict[Path, "RunLock"] = {}
+_silent: list["RunOwner"] = []  # owners for whose heartbeat this process waited in vain
 
 
 def take_run_lock(output_dir: Path) -> None:
@@ -76,7 +78,10 @@ def leave_run_lock(output_dir: Path) -> None:
 
 
 def note_error(error: str) -> None:
-    """Store the error that ends this process, secrets masked, for the next write of the file."""
+    """Store the error that ends this process, secrets masked.
+
+    The next heartbeat, or the release of the lock, writes the error into the owner file.
+    """
     for lock in _held.values():
         lock.error = redact(error)[:LONGEST_ERROR]
 
@@ -101,16 +106,16 @@ def note_hang(silent_s: float) -> None:
             lock.write()
 
 
-def held_runs() -> list[Path]:
-    """Return the run directories that this process has locked."""
-    return list(_held)
+def held_runs() -> dict[Path, str]:
+    """Return the run directories that this process has locked, with `note_error`'s error or ""."""
+    return {path: lock.error or "" for path, lock in _held.items()}
 
 
 def taken_over(output_dir: Path) -> str | None:
     """Return a sentence about the job that took the run lock from this process, if any.
 
-    A process that was suspended may lose the lock. Call this before writing files that other jobs
-    rely on. Raises OSError.
+    A process that was suspended for longer than WATCH_S may lose the lock. Call this before writing
+    files that other jobs rely on. Raises OSError.
     """
     lock = _held.get(output_dir.resolve())
     return lock.new_owner() if lock else None
@@ -170,13 +175,18 @@ class RunOwner:
 
     @property
     def gone(self) -> bool:
-        """Whether another process took the lock, or the process ran on this host and has ended."""
+        """Whether the process certainly lost the lock.
+
+        Either another process took the lock, or the process ran on this host and has ended.
+        """
         if self.replaced or self.machine != _machine():
             return self.replaced
         try:
             os.kill(self.pid, 0)  # not psutil: /proc may hide other users' processes
-        except OSError as error:  # or EPERM: the process belongs to another user
-            return isinstance(error, ProcessLookupError)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass  # the process belongs to another user
         return False
 
     @property
@@ -187,8 +197,12 @@ class RunOwner:
     def belongs_to(self, slurm: Mapping[str, Any]) -> bool:
         """Return whether the process has the job id and restart counts in `slurm`."""
         counts = (int(slurm.get(name) or 0) for name in ("restart_count", "restart_in_job"))
-        known = self.job, self.restart_count, self.restart_in_job
-        return known == (slurm.get("job_id"), *counts)
+        return (self.job, *self.start_of_job) == (slurm.get("job_id"), *counts)
+
+    @property
+    def start_of_job(self) -> tuple[int, int]:
+        """The restarts of the job by Slurm, and since then inside the job."""
+        return self.restart_count, self.restart_in_job
 
     def __str__(self) -> str:
         job = f" (Slurm job {self.job})" if self.job else ""
@@ -196,45 +210,14 @@ class RunOwner:
         return f"process {self.pid} on {self.host}{job}, since {since}"
 
 
-class PhaseTimes:
-    """The seconds that a process spent in each Phase of a run; another thread may read them.
-
-    now    the current phase, when it began (time.monotonic), and the seconds of all phases before;
-           always replaced as a whole
-    saved  the seconds of all phases when the last save ended
-    """
-
-    def __init__(self, phase: str):
-        self.now: tuple[str, float, dict[str, float]] = (phase, time.monotonic(), {})
-        self.saved: dict[str, float] = {}
-
-    def begin(self, phase: str) -> None:
-        """Begin a phase, or the same phase again (the next step)."""
-        spent = self.seconds()
-        if self.now[0] == SAVING != phase:
-            self.saved = spent
-        self.now = (phase, time.monotonic(), spent)
-
-    def take_hang(self, silent_s: float) -> None:
-        """Count the last `silent_s` seconds as a hang, not as a part of the current phase."""
-        phase, spent = self.now[0], self.seconds()
-        silent_s = min(silent_s, spent[phase])
-        spent |= {phase: spent[phase] - silent_s, HUNG: silent_s}
-        self.now = (phase, time.monotonic(), spent)
-
-    def seconds(self) -> dict[str, float]:
-        """Return the seconds of each phase until now."""
-        phase, since, spent = self.now
-        return spent | {phase: round(spent.get(phase, 0.0) + time.monotonic() - since, 3)}
-
-
 def run_owners(output_dir: Path) -> Iterator[RunOwner]:
     """Yield all processes that held the run lock, newest first, without damaged files."""
-    numbers = sorted(_numbers(output_dir / FOLDER), reverse=True)
-    for number in numbers:
+    replaced = False
+    for number in sorted(_numbers(output_dir / FOLDER), reverse=True):
         with contextlib.suppress(OSError):
             if owner := _read_owner(output_dir / FOLDER, number):
-                yield replace(owner, replaced=number < numbers[0])
+                yield replace(owner, replaced=replaced)
+                replaced = True
 
 
 class RunLock:
@@ -249,8 +232,7 @@ class RunLock:
             "machine": _machine(),
             "pid": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID"),
-            "restart_count": _start_of_job()[0],
-            "restart_in_job": _start_of_job()[1],
+            **dict(zip(("restart_count", "restart_in_job"), _start_of_job(), strict=True)),
             "since": datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="seconds"),
         }
         self.beats = 0
@@ -333,6 +315,7 @@ def _wait_for_the_last_owner(output_dir: Path) -> int:
                     f"{output_dir / 'STOP'}), or name another --output_dir."
                 )
             seen = seen or owner
+        _silent.extend([owner] if owner else [])
     logger.warning("%s: its last owner is gone (%s)", output_dir, owner or NAMELESS)
     return number
 
@@ -340,14 +323,16 @@ def _wait_for_the_last_owner(output_dir: Path) -> int:
 def _is_gone(last: RunOwner) -> bool:
     # Slurm requeues a job only after all its processes have ended, as slurm/training_job.sh does.
     job = os.environ.get("SLURM_JOB_ID")
-    start = last.restart_count, last.restart_in_job
-    return last.gone or (job is not None and last.job == job and start < _start_of_job())
+    silent = last in _silent  # not if it has a heartbeat since: then it is another value
+    earlier = job is not None and last.job == job and last.start_of_job < _start_of_job()
+    return silent or last.gone or earlier
 
 
 def _start_of_job() -> tuple[int, int]:
     """Return how often this job was restarted by Slurm, and since then inside the job."""
-    by_slurm, in_job = os.environ.get("SLURM_RESTART_COUNT"), os.environ.get(RESTART_IN_JOB)
-    return int(by_slurm or 0), int(in_job or 0)
+    names = "SLURM_RESTART_COUNT", RESTART_IN_JOB
+    by_slurm, in_job = (int(os.environ.get(name) or 0) for name in names)
+    return by_slurm, in_job
 
 
 def _machine() -> str:
@@ -388,13 +373,18 @@ def _read_owner(folder: Path, number: int) -> RunOwner | None:
     try:
         content = json.loads(text)
         given = content["owner"]
-        return RunOwner(
+        owner = RunOwner(
             number, given.get("token") or "", given["host"], given["machine"], given["pid"],
             given["job"], given.get("restart_count") or 0, given.get("restart_in_job") or 0,
             datetime.datetime.fromisoformat(given["since"]).timestamp(), content["beat"],
             content["left"], content.get("error"), content.get("phase") or "", beat,
-            spent=content.get("spent") or {}, saved=content.get("saved") or {},
-            kwh=content.get("kwh"),
+            spent=valid_numbers(content.get("spent")), saved=valid_numbers(content.get("saved")),
+            kwh=valid_numbers(content).get("kwh"),
         )  # fmt: skip
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
+    texts = (owner.host, owner.machine, owner.job or "", owner.error or "", owner.phase)
+    numbers = (owner.pid, *owner.start_of_job)
+    fits = all(isinstance(text, str) for text in texts) and type(owner.left) is bool
+    fits = fits and all(type(number) is int and 0 <= number < 2**31 for number in numbers)
+    return owner if fits and owner.pid else None

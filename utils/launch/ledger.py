@@ -20,7 +20,7 @@ from pathlib import Path
 
 from utils.config.errors import ExitCode
 from utils.host.journal_file import LATEST, printable
-from utils.launch.slurm import expand_hosts, own_job
+from utils.launch.slurm import expand_hosts
 from utils.launch.verdict import CONSEQUENCE, GPUS, Note, likelihood, read_notes
 
 WEEK_S = 7 * 86400
@@ -61,7 +61,10 @@ def record(faults: Iterable[Fault]) -> str:
     """Append faults of this job to the ledger; return why that failed, or "". Raises nothing."""
     if not os.environ.keys() & {"SLURM_JOB_ID", "STOKER_LEDGER"}:
         return ""
-    known = {"job": own_job(), "time": round(time.time(), 3)}
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+        job = f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
+    known = {"job": job, "time": round(time.time(), 3)}
     try:
         ledger_path().parent.mkdir(exist_ok=True)
         for fault in faults:

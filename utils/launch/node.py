@@ -3,7 +3,7 @@
 slurm/launch_node.sh runs it, once per node: python -m utils.launch.node SCRIPT ARGUMENTS
 """
 
-from utils.launch.opening import early_settings, end_silently, first_line
+from utils.launch.entry import end_silently
 
 if __name__ == "__main__":
     end_silently()  # while the next lines import
@@ -21,7 +21,6 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,9 +33,10 @@ from utils.host.machine import host_name, memory_kills
 from utils.host.redaction import write_error
 from utils.host.run_lock import BY_USER
 from utils.launch.caches import enter_node_directory, pack_compiled, unpack_compiled
-from utils.launch.notify import tell, write_report
+from utils.launch.notify import tell
 from utils.launch.rendezvous import check_nodes, node_facts
-from utils.launch.script import FAILED, configure_logging, missing_package
+from utils.launch.restart import Restarts
+from utils.launch.script import FAILED, configure_logging, missing_package, write_report
 from utils.launch.signals import (
     CTRL_C,
     EXIT_CODE,
@@ -58,7 +58,6 @@ from utils.launch.verdict import (
     note_worker_ends,
     read_notes,
     read_verdict,
-    run_with_restarts,
     wait_for_verdict,
 )
 
@@ -173,11 +172,8 @@ def run(command: list[str], signals: StopSignals) -> Verdict:
         known = unpack_compiled(directory / "compiled")
         arguments = prepare(command)
         signals.started = True
-        run_ranks = partial(run_processes, arguments, signals)
-        if ALONE and arguments.num_machines == 1:
-            verdict = run_with_restarts(run_ranks, lambda: signals.asked, directory)
-        else:
-            verdict = run_ranks()
+        restarts = Restarts(directory, by_launcher=ALONE and arguments.num_machines == 1)
+        verdict = restarts.run(lambda: run_processes(arguments, signals), lambda: signals.asked)
         if os.environ.get("SLURM_NODEID", "0") == "0":
             pack_compiled(directory / "compiled", known)
         return verdict
@@ -217,6 +213,8 @@ def prepare(command: list[str]) -> argparse.Namespace:
             "script: slurm/launch_node.sh SCRIPT ARGUMENTS ..."
         )
     if os.environ.get("SLURM_NODEID", "0") == "0":
+        from utils.launch.opening import first_line
+
         write_error(f"{first_line(command[0], command[1:])}\n")
     import torch
 
@@ -275,6 +273,8 @@ def given_strategy(arguments: Sequence[str]) -> Given:
 
     Wrong arguments are ignored, because the script reports them.
     """
+    from utils.launch.opening import early_settings
+
     given = early_settings(arguments).get("strategy", DEFAULT)
     return given if given.value and isinstance(given.value, str) else Given(AUTO, DEFAULT.source)
 

@@ -1,14 +1,13 @@
-"""Report and message at the end of a run. STOKER_ON_EVENT is the URL of a webhook, or a command.
+"""Messages about the end of a run to STOKER_ON_EVENT: the URL of a webhook, or a command.
 
     STOKER_ON_EVENT=https://... python -m utils.launch.notify EVENT RUN JOB TEXT
 
 In a job, slurm/job_setup.sh calls the command, or runs this module for a webhook. Without a job
-script, the launcher calls `write_report` and `tell`. The webhook gets one JSON object by POST.
-Slack and Mattermost show the key `text`, Discord shows `content`. Secrets are masked. The URL often
-contains a token, so Stoker does not print the URL.
+script, `tell` does the same. The webhook gets one JSON object by POST. Slack and Mattermost show
+the key `text`, Discord shows `content`. Secrets are masked. The URL often contains a token, so
+Stoker does not print the URL.
 """
 
-import contextlib
 import http.client
 import json
 import os
@@ -23,20 +22,6 @@ from utils.config.errors import ExitCode
 from utils.host.redaction import redact, write_error
 
 TIMEOUT_S = 8.0  # the job script waits for 10
-REPORT_LIMIT_S = 30.0
-
-
-def write_report(run: Path) -> None:
-    """Run report.py for a failed run in a separate process with a time limit. Raises nothing."""
-    command = [sys.executable, str(Path(__file__).parents[2] / "report.py"), str(run)]
-    # Without these variables report.py is not a rank, and writes no note for the launcher.
-    others = ("STOKER_", "RANK", "WORLD_SIZE", "LOCAL_RANK")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=REPORT_LIMIT_S, check=True
-        )
-        write_error(f"report: {done.stdout.strip()}\n")
 
 
 def tell(run: Path, code: int, text: str) -> None:

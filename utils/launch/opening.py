@@ -1,13 +1,12 @@
-"""The first steps of a script, before it imports torch: Ctrl-C, version, short help, first line."""
+"""The first answers of a script, before it imports torch: version, short help, first line."""
 
 import contextlib
 import importlib.metadata
 import platform
 import re
-import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,6 @@ PACKAGES = (
 # Settings that say what a script reads; the first one that is given is shown.
 SOURCES = ("config", "model_name_or_path", "init_from", "model_config", "sources")
 _REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def start(main: Callable[[], int | None], usage: str | None = None, announced: bool = False) -> int:
-    """Call utils.launch.script.run_script; during its import Ctrl-C shows no traceback."""
-    end_silently()
-    from utils.launch.script import run_script
-
-    return run_script(main, usage, announced)
-
-
-def end_silently() -> None:
-    """Let Ctrl-C end this process without a traceback, unless this process ignores Ctrl-C."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def early_settings(words: Sequence[str]) -> dict[str, Given]:

@@ -4,6 +4,7 @@ Without these checks, processes that are not connected would each train alone. a
 silently replace a strategy that cannot run. A broken network would look like a hang.
 """
 
+import logging
 import os
 import re
 import threading
@@ -19,6 +20,8 @@ from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.config.launch_settings import REPLICAS, group_sizes
 from utils.host.collectives import gathered
 from utils.host.machine import host_name
+
+logger = logging.getLogger(__name__)
 
 # Ranks do not start at the same time: with a cold file cache, imports take a minute longer.
 FIRST_COLLECTIVE_LIMIT_S = 180.0
@@ -166,6 +169,19 @@ def exchange_in_bf16(model: Any) -> None:
 def requested_replicas(environment: Mapping[str, str]) -> int:
     """Return the copies of sharded states that the environment asks for: 1 without HSDP."""
     return int(group_sizes(environment).get(REPLICAS, "1"))
+
+
+def report_groups(launch: LaunchFacts, per_node: int) -> None:
+    """Log HSDP's copies and shards; warn if a copy needs the GPUs of several nodes."""
+    copies, shards = launch.replicas, launch.shards
+    also = ", as with fsdp2: there is one copy" if copies == 1 else ""
+    logger.info("hsdp: %d x the states, each sharded over %d ranks%s", copies, shards, also)
+    if shards > per_node:
+        logger.warning(
+            "dp_shard %d: a node has %d GPUs, so each layer's weights cross the network twice per "
+            "micro-batch; with dp_shard %d only gradients do, once per step",
+            shards, per_node, per_node,
+        )  # fmt: skip
 
 
 def has_replicas(accelerator: Any) -> bool:

@@ -6,6 +6,7 @@ listens at the port after rank 0's port, and answers with the problems of all no
 
 import contextlib
 import hashlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -16,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.errors import ConfigurationError, UnfitClusterError, UsedPortError
-from utils.launch.opening import package_versions
 from utils.launch.slurm import MAIN_ADDRESS, Allocation
 
 TIMEOUT = "STOKER_MEET_TIMEOUT_S"
 _CONNECTION_TIMEOUT_S = 5.0
 _MOST_CLOCK_SKEW_S = 60.0
+_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -46,7 +47,9 @@ def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> d
         code.update(f"{path}\0".encode("utf-8", "surrogateescape"))
         code.update(path.read_bytes() if path.is_file() else b"missing")
     same: dict[str, Any] = {"code": code.hexdigest()[:12], "python": platform.python_version()}
-    same |= {name: version for name, version in package_versions().items() if version}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            same[package] = importlib.metadata.version(package)
     return {
         "host": allocation.host,
         "gpus": allocation.gpus,

@@ -29,7 +29,8 @@ from utils.host.atomic_files import cache_root
 from utils.host.faults import last_line, lost_process, memory_error, storage_error
 from utils.host.machine import global_rank, host_name, memory_kills
 from utils.host.redaction import install_redaction, redact, write_error
-from utils.host.run_lock import BY_USER, note_error
+from utils.host.run_lock import BY_USER, held_runs, note_error
+from utils.launch.notify import tell
 from utils.launch.opening import first_line, version_text
 from utils.launch.signals import (
     CTRL_C,
@@ -40,11 +41,12 @@ from utils.launch.signals import (
     raise_at_ctrl_c,
     stop_request,
 )
-from utils.launch.verdict import leave_note
+from utils.launch.verdict import leave_note, runs_begun
 
 logger = logging.getLogger(__name__)
 
 TEARDOWN_LIMIT_S = 10.0
+REPORT_LIMIT_S = 30.0
 SPEAK_FIRST_S = 3.0
 FAILED = 1  # an unexpected exception, as Python itself exits
 # Libraries whose INFO lines do not help in a training log.
@@ -193,14 +195,17 @@ def run_script(
     end_with_launcher()
     raise_at_ctrl_c()
     ending: int | None = None  # None while main runs, and after errors that pass through
+    last: list[Callable[[], None]] = []  # write reports, send messages; only without a launcher
 
     def leave_at_once() -> None:
-        """With several ranks, skip the interpreter's teardown.
+        """Write reports and messages; with several ranks, skip the interpreter's teardown.
 
         In the teardown, process groups may wait for other ranks, and a library's thread may abort
         the process. This atexit handler is registered before all others, so it runs last, after
         the run lock was released.
         """
+        while last:
+            last.pop(0)()
         if ending is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError):
@@ -209,12 +214,33 @@ def run_script(
 
     atexit.register(leave_at_once)
     ending = _run(main, usage, announced)
+    if NODE_DIR not in os.environ:  # otherwise the launcher or the job script reports
+        errors = held_runs()
+        done = {0: "done", ExitCode.STOPPED: "stopped with a checkpoint"}
+        if ending not in (*done, EXIT_CODE):
+            last += [partial(write_report, run) for run in errors]
+        words = next(iter(errors.values()), "") or done.get(ending, f"exit code {ending}")
+        last += [partial(tell, run, ending, words) for run in runs_begun]
+        runs_begun.clear()
     if ending:
         # Other exit handlers, or threads that Python joins before, may hang.
         limit = threading.Timer(TEARDOWN_LIMIT_S, leave_at_once)
         limit.daemon = True
         limit.start()
     return ending
+
+
+def write_report(run: Path) -> None:
+    """Run report.py for a failed run in a separate process with a time limit. Raises nothing."""
+    command = [sys.executable, str(Path(__file__).parents[2] / "report.py"), str(run)]
+    # Without these variables report.py is not a rank, and writes no note for the launcher.
+    others = ("STOKER_", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=REPORT_LIMIT_S, check=True
+        )
+        write_error(f"report: {done.stdout.strip()}\n")
 
 
 def _run(main: Callable[[], int | None], usage: str | None, announced: bool) -> int:

@@ -144,7 +144,7 @@ def end_with_launcher() -> None:
     A rank without launcher would continue and hold the run lock, so the run could not resume.
     """
     parent, launcher = os.getppid(), int(os.environ.get(LAUNCHER, "0"))
-    if parent == launcher or is_launcher(parent):
+    if _started_by(parent):
         set_death_signal(signal.SIGKILL)
         orphaned = os.getppid() != parent  # the launcher died before the call of prctl
     elif launcher:
@@ -155,6 +155,10 @@ def end_with_launcher() -> None:
         orphaned = "TORCHELASTIC_RUN_ID" in os.environ and dead
     if orphaned:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _started_by(parent: int) -> bool:
+    return parent == int(os.environ.get(LAUNCHER, "0")) or is_launcher(parent)
 
 
 def is_launcher(process: int) -> bool:

@@ -148,13 +148,13 @@ def time_limit_s(text: str) -> int | None:
 
 def job_end_time() -> float | None:
     """Return the end of the job's time limit in unix seconds; None if unknown, or without a job."""
-    known = os.environ.get("SLURM_JOB_END_TIME", "")
+    known, job = os.environ.get("SLURM_JOB_END_TIME", ""), os.environ.get("SLURM_JOB_ID")
     if known.isdecimal():  # Slurm 23 and later
         return float(known)
-    if not own_job():
+    if not job:
         return None
     try:
-        (end,) = _squeue_times("%e")
+        (end,) = _squeue_times(job, "%e")
         return end
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         logger.warning(
@@ -167,23 +167,18 @@ def job_end_time() -> float | None:
 def job_times() -> dict[str, float]:
     """Return the `submit_time` and `start_time` of this job in unix seconds, as far as known."""
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        times = _squeue_times("%V %S")
+        times = _squeue_times(os.environ["SLURM_JOB_ID"], "%V %S")
         return dict(zip(("submit_time", "start_time"), times, strict=True))
     known = os.environ.get("SLURM_JOB_START_TIME", "")  # set by Slurm 22.05 and later
     return {"start_time": float(known)} if known.isdecimal() else {}
 
 
-def own_job() -> str:
-    """Return this job's id for Slurm's commands, such as 123_4 in an array; "" without a job."""
+def _squeue_times(job: str, fields: str) -> list[float]:
     if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
         # The last task of an array has the array's id, for which squeue would show every task.
-        return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    return os.environ.get("SLURM_JOB_ID", "")
-
-
-def _squeue_times(fields: str) -> list[float]:
+        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     done = subprocess.run(
-        ["squeue", "--noheader", f"--jobs={own_job()}", f"--format={fields}"],
+        ["squeue", "--noheader", f"--jobs={job}", f"--format={fields}"],
         capture_output=True, text=True, timeout=10, check=True,
     )  # fmt: skip
     # Slurm prints local times without an offset: 2026-11-20T14:05:00.

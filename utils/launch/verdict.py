@@ -3,23 +3,15 @@
 The files are in the directory STOKER_NOTES_DIR. slurm/training_job.sh makes one directory for all
 nodes of a job; otherwise slurm/launch_node.sh makes one per node. Without this variable no file is
 written.
-
-After a lost rank the ranks start again inside the job, from the newest checkpoint. In a Slurm job
-slurm/training_job.sh starts a new step. Before, Slurm has ended all processes of the old step on
-all nodes, and the new ranks meet at another port. On a machine without a job script the launcher
-starts its ranks again (`run_with_restarts`). Both read the note of `note_restarts`. Both give up if
-two starts in a row began at the same checkpoint: then the job is requeued, or the launcher ends.
 """
 
 import dataclasses
-import itertools
 import json
-import logging
 import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,19 +19,14 @@ from typing import Any
 from utils.config.errors import ExitCode
 from utils.host.machine import global_rank, host_name
 from utils.host.redaction import redact, redacted, write_error
-from utils.host.run_lock import RESTART_IN_JOB
-from utils.launch.signals import KILLED_BY_SIGTERM, STAGE
-
-logger = logging.getLogger(__name__)
+from utils.launch.signals import KILLED_BY_SIGTERM
 
 NOTES_DIR = "STOKER_NOTES_DIR"
 VERDICT = "verdict.txt"
 EXIT_CODE = "exit_code"
 RUN_STARTED = "run_started"
 GPUS = "gpus.json"  # the UUID of the GPU of each rank
-RESTARTS = "restarts"  # the setting `restarts_in_job` and the step of the checkpoint
 SUBMITTED = "submitted-"
-LOST_AT = "STOKER_LOST_AT"  # unix seconds of the first report of a lost rank before this restart
 _ROOT = Path(__file__).parents[2]
 # Texts of errors that follow from the end of another rank.
 _LOST_PEER = re.compile(
@@ -70,6 +57,8 @@ OUT_OF_MEMORY = (
 )
 SILENT = "a process of the job ended without a word; see above"
 SHOWN = 4  # ranks in a message
+
+runs_begun: list[Path] = []  # output directories of the runs that this process started as rank 0
 
 
 @dataclass(frozen=True)
@@ -131,6 +120,7 @@ def read_notes(directory: Path | None = None) -> list[Note]:
 
 def mark_run_started(output_dir: Path, gpus: Sequence[str] = ()) -> None:
     """Tell slurm/training_job.sh that all checks passed. `gpus`: the UUID of each rank's GPU."""
+    runs_begun.append(output_dir)
     leave_file(GPUS, json.dumps(gpus))
     leave_file(RUN_STARTED, f"{output_dir}\n")
 
@@ -151,43 +141,6 @@ def read_verdict() -> Verdict | None:
         return Verdict((directory / VERDICT).read_text(encoding="utf-8").rstrip(), code)
     except (OSError, ValueError):
         return None
-
-
-def note_restarts(most: int, step: int) -> None:
-    """Leave the setting `restarts_in_job` and the step of the checkpoint for the launcher."""
-    leave_file(RESTARTS, f"{most} {step}\n")
-
-
-def recovery_s() -> float | None:
-    """Return the seconds since the crash before this restart; None without one, or if called again.
-
-    Call this after the first step of a start.
-    """
-    lost_at = os.environ.pop(LOST_AT, None)
-    return None if lost_at is None else time.time() - float(lost_at)
-
-
-def run_with_restarts(
-    run_ranks: Callable[[], Verdict], is_stopping: Callable[[], bool], node_directory: Path
-) -> Verdict:
-    """Run this machine's ranks, and run them again after a lost rank; return why they ended."""
-    notes = Path(os.environ[NOTES_DIR])
-    began_at = None
-    for number in itertools.count(1):
-        verdict = run_ranks()
-        lost = verdict.exit_code == ExitCode.LOST_RANK and (notes / RESTARTS).exists()
-        if not lost or is_stopping():
-            break
-        most, step = map(int, (notes / RESTARTS).read_text(encoding="utf-8").split())
-        if number > most or step == began_at:
-            break
-        began_at = step
-        lost_at = min((note.time for note in read_notes()), default=time.time())
-        os.environ |= {RESTART_IN_JOB: str(number), LOST_AT: str(lost_at)}
-        for file in (node_directory / STAGE, *notes.iterdir()):
-            file.unlink(missing_ok=True)
-        logger.warning("%s; restart %d of at most %d inside the job", verdict.text, number, most)
-    return verdict
 
 
 def name_of_job(slurm: Mapping[str, Any]) -> str:

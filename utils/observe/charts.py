@@ -1,7 +1,6 @@
 """The charts of the report: series thinned to few points, drawn by page.js or for --png."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from utils.observe.findings import (
     Line,
     Point,
     column,
-    memory_by_rank,
+    memory_table,
     slowest,
     thinned,
 )
@@ -24,7 +23,7 @@ from utils.observe.history import History
 
 POINTS = 1600  # per series: two for each of 800 pixels; with several runs 2 * POINTS / runs
 SMOOTH_FROM = 200  # logs; the loss of a shorter run is not smoothed
-NAMED = 3  # ranks that are the slowest most often, each with its own series
+NAMED = 3  # slowest ranks with their own series
 FULLEST = 6  # ranks with the most memory, each with its own series
 DEVICE_MEMORY, HOST_MEMORY = "Device memory", "Host memory"
 Chart = dict[str, Any]
@@ -90,7 +89,7 @@ class Curves:
 
     def series(
         self, label: str, key: str, lines: Sequence[Line] | None = None,
-        style: str = "line",
+        style: str = "line", note: str = "",
     ) -> Chart | None:  # fmt: skip
         """Return `key` of the training logs, or of `lines`, as a series by step, tokens and hours.
 
@@ -108,7 +107,7 @@ class Curves:
         chosen = [lines[place] for place in places[indices].tolist()]
         steps = [line["step"] for line in chosen]
         return {
-            "label": label, "style": style, "colour": self.colour,
+            "label": label, "style": style, "note": note, "colour": self.colour,
             "step": steps,
             "tokens": self.tokens(steps),
             "hours": [_short(line["hours"]) for line in chosen],
@@ -152,14 +151,22 @@ class Curves:
         return found
 
 
-def charts_of(run: History, found: Sequence[Spike]) -> list[Chart]:
-    """Return a run's charts. found: the result of `spikes_in`."""
+def charts_of(
+    run: History,
+    found: Sequence[Spike],
+    memory: Sequence[Point] = (),
+    waited: Sequence[Any] = (),
+) -> list[Chart]:
+    """Return a run's charts.
+
+    found: the result of `spikes_in`. memory: of `memory_by_rank`. waited: of `stragglers`.
+    """
     curves = Curves(run)
     trained, (smooth, count) = curves.trained, curves.smoothed()
     steps = {one.step for one in found}
     spiked = [line for line in trained if line["step"] in steps] if steps else []
     losses = [
-        curves.series("repeated later", "loss", curves.undone(), "lost"),
+        curves.series("train", "loss", curves.undone(), "lost", "repeated later"),
         curves.series("train", "loss", style="faint" if count > 1 else "line"),
         curves.series(f"mean of {count} logs", "loss", smooth) if count > 1 else None,
         *(curves.evaluations(split, f"eval {split or ''}") for split in curves.evaluated),
@@ -187,13 +194,11 @@ def charts_of(run: History, found: Sequence[Spike]) -> list[Chart]:
         _chart("Token accuracy", "share of the tokens", right, "in evaluations"),
     ]
     what = "device, peak since the last line" if DEVICE in keys else "host, resident"
-    memory = memory_by_rank(run)
-    several = len({(point["rank"], point["event"]) for point in memory}) > 1
-    by_rank = _memory(curves, memory) if several else []
+    by_rank = _memory(curves, memory if memory_table(memory) else ())
     alone = len({point["rank"] for point in memory}) == 1
     if not alone:
         charts.append(_chart("Memory by rank and phase", "GiB", by_rank, what))
-    charts.append(_waiting(curves))
+    charts.append(_waiting(curves, [one["name"] for one in waited[:NAMED]]))
     for title, unit, note, names in groups:
         lines = [curves.series(name, key) for key, name in names.items() if key in keys]
         if alone and title == (DEVICE_MEMORY if DEVICE in keys else HOST_MEMORY):
@@ -220,13 +225,11 @@ def _memory(curves: Curves, points: Sequence[Point]) -> list[Chart | None]:
     ]
 
 
-def _waiting(curves: Curves) -> Chart:
-    """Return the chart of the slowest ranks: a series for each of NAMED, one for all others."""
+def _waiting(curves: Curves, names: Sequence[str]) -> Chart:
+    """Return the chart of the slowest ranks: one series for each of `names`, one for all others."""
     others = "other ranks"
-    logs = [line for line in curves.trained if "slowest_rank" in line]
-    names = [name for name, _ in Counter(map(slowest, logs)).most_common(NAMED)]
     by_name: dict[str, list[Line]] = {name: [] for name in [*names, others]}
-    for line in logs:
+    for line in (line for line in curves.trained if "slowest_rank" in line):
         by_name.get(slowest(line), by_name[others]).append(line)
     lines = [curves.series(name, "slowest_cost", at, "points") for name, at in by_name.items()]
     return _chart("Slowest rank", "share of the step", lines, "how long the others wait")
@@ -296,7 +299,7 @@ def _draw(axes: Any, chart: Chart) -> None:
         lost, colour = line["style"] == "lost", f"C{line['colour'] % 10}"
         axes.plot(
             line["step"], y, color=_LOST if lost else colour, linewidth=5 if lost else 1.4,
-            label=line["label"], markersize=3,
+            label=line["note"] if lost else line["label"], markersize=3,
             marker={"dots": "o", "points": ".", "marks": "v"}.get(line["style"], ""),
             linestyle="none" if line["style"] in ("marks", "points") else "-",
             alpha=0.35 if line["style"] == "faint" else 1,

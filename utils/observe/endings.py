@@ -105,7 +105,7 @@ def steps_not_finite(run: History, start: Start) -> list[int]:
     """Return the steps of a start with a loss or gradient that was not finite."""
     later = [other.began for other in run.starts if other.began > start.began]
     until = min(later, default=math.inf)
-    return [step for step, time_s in run.nonfinite if start.began <= time_s < until]
+    return [one["step"] for one in run.nonfinite if start.began <= one["time"] < until]
 
 
 def pages_of_a_failure(run: History, end: End) -> list[Page]:

@@ -1,4 +1,4 @@
-"""Analyses for the report: time spent, memory of ranks, settings."""
+"""Analyses for the report: time spent, slow ranks, memory, settings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -122,7 +122,8 @@ def memory_by_rank(run: History) -> list[Point]:
     """Return the memory of each rank as points.
 
     Only a sample of the log lines is read, including the lowest and highest values. A point has
-    event, step, hours, rank (a text) and gib.
+    event, step, hours, rank (a text), key (DEVICE or HOST), gib, and `left`: the GiB that the
+    device had left, None if unknown.
     """
     key = DEVICE if any(DEVICE in line for line in run.trained[-1:]) else HOST
     points: list[Point] = []
@@ -132,9 +133,10 @@ def memory_by_rank(run: History) -> list[Point]:
         lines = [lines[index] for index in thinned(column(lines, key), count).tolist()]
         for line, ranks in zip(lines, _ranks_of(run, lines), strict=True):
             for one in ranks:
+                gib, left = number(one.get(key)), number(one.get("memory_headroom_gib"))
                 name = f"rank {one.get('rank')} ({one.get('host')})"
                 place = {"event": event, "step": line["step"], "hours": line["hours"]}
-                points.append({**place, "rank": name, "gib": number(one.get(key))})
+                points.append({**place, "rank": name, "key": key, "gib": gib, "left": left})
     return [point for point in points if point["gib"] is not None]
 
 
@@ -145,9 +147,46 @@ def _ranks_of(run: History, lines: Sequence[Line]) -> list[list[dict[str, Any]]]
     return [(line or {}).get("memory_by_rank", []) for line in whole]
 
 
+def memory_table(points: Sequence[Point]) -> list[Point]:
+    """Return the point with the most memory of each phase, and the median of the ranks at its step.
+
+    Return [] if only one rank was logged, in one phase.
+    """
+    rows = []
+    for event, phase in PHASES.items():
+        if own := [point for point in points if point["event"] == event]:
+            top = max(own, key=lambda point: float(point["gib"]))
+            then = sorted(point["gib"] for point in own if point["step"] == top["step"])
+            rows.append(top | {"phase": phase, "median": then[len(then) // 2]})
+    # One rank in one phase needs no table: the page shows its memory among the run's numbers.
+    return rows if len({point["rank"] for point in points}) > 1 or len(rows) > 1 else []
+
+
 def slowest(line: Line) -> str:
     """Return the name of the slowest rank, from a training log."""
     return f"rank {line['slowest_rank']} ({line.get('slowest_host')})"
+
+
+def stragglers(run: History) -> list[dict[str, Any]]:
+    """Return the ranks that other ranks waited for, the longest wait first.
+
+    seconds: how long the others waited for this rank. share: `seconds` as a share of the time of
+    all steps. logs: the share of logs that name this rank as the slowest.
+    """
+    steps, times, shares = (
+        np.nan_to_num(column(run.trained, key)) for key in ("step", "step_time_s", "slowest_cost")
+    )
+    seconds = times * np.diff(steps, prepend=0)
+    costs: dict[str, list[float]] = {}
+    for line, cost in zip(run.trained, (shares * seconds).tolist(), strict=True):
+        if "slowest_rank" in line:
+            costs.setdefault(slowest(line), []).append(cost)
+    whole, logs = float(seconds.sum()) or 1.0, sum(map(len, costs.values()))
+    rows = [
+        {"name": name, "seconds": sum(own), "share": sum(own) / whole, "logs": len(own) / logs}
+        for name, own in costs.items()
+    ]
+    return sorted(rows, key=lambda row: -float(row["seconds"]))
 
 
 def settings_that_differ(runs: Sequence[History]) -> list[tuple[str, list[Any]]]:

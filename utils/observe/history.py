@@ -7,6 +7,7 @@ They stay in `Start.lines`, so the report can show lost work. `History.lines` le
 
 import contextlib
 import datetime
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -90,11 +91,12 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class Page:
-    """A text file matching PAGES."""
+    """A text file matching PAGES. `beside`: for a profile, the names of all files in its folder."""
 
     name: str
     text: str
     time: float
+    beside: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,8 @@ class History:
 
     refused: the file in .lock of the newest start, if this start failed the checks and an earlier
     start passed them. lines: lines of metrics.jsonl that are not `lost`. first_lines: the beginning
-    of metrics.jsonl. checkpoints: committed checkpoints, newest first. nonfinite: step and
-    time of each file nonfinite-step-N.json.
+    of metrics.jsonl. checkpoints: committed checkpoints, newest first. nonfinite: contents of the
+    files nonfinite-step-N.json.
     """
 
     path: Path
@@ -117,7 +119,7 @@ class History:
     max_steps: int | None
     checkpoints: tuple[Manifest, ...]
     has_final: bool
-    nonfinite: tuple[tuple[int, float], ...]
+    nonfinite: tuple[dict[str, Any], ...]
     pages: tuple[Page, ...]
     damaged: tuple[str, ...]
     missing: tuple[str, ...]
@@ -216,7 +218,7 @@ def read_run(path: Path, *, whole: bool = True) -> History:
         max_steps=limits[-1] if limits else None,
         checkpoints=tuple(_read_checkpoints(path, whole, damaged)),
         has_final=(path / FINAL).is_dir(),
-        nonfinite=tuple(_read_nonfinite(path)),
+        nonfinite=tuple(_read_nonfinite(path, damaged)),
         pages=tuple(_read_pages(path, damaged)),
         damaged=tuple(damaged),
         missing=tuple(missing),
@@ -362,10 +364,23 @@ def _read_checkpoints(path: Path, whole: bool, damaged: list[str]) -> Iterator[M
             damaged.append(f"{directory.name}: {shown}")
 
 
-def _read_nonfinite(path: Path) -> Iterator[tuple[int, float]]:
+def _read_nonfinite(path: Path, damaged: list[str]) -> Iterator[dict[str, Any]]:
     for file in sorted(path.glob("nonfinite-step-*.json")):
-        with contextlib.suppress(OSError, ValueError):
-            yield int(file.stem.rpartition("-")[2]), file.stat().st_mtime
+        try:
+            content = redacted(json.loads(file.read_text(encoding="utf-8")))
+            yield {
+                "file": file.name, "time": file.stat().st_mtime,
+                "step": int(content["step"]),
+                "losses": [
+                    one | {"micro_batch": int(one["micro_batch"])} for one in content["losses"]
+                ],
+                "gradient_norm": content["gradient_norm"],
+                "weights": [str(name) for name in content["weights"]],
+                "documents_of": content["documents_of"],
+                "documents": [dict(row.items()) for row in content["documents"]],
+            }  # fmt: skip
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            damaged.append(f"{file.name}: cannot be read ({error})")
 
 
 def _read_pages(path: Path, damaged: list[str]) -> Iterator[Page]:
@@ -375,6 +390,8 @@ def _read_pages(path: Path, damaged: list[str]) -> Iterator[Page]:
         try:
             with file.open(encoding="utf-8", errors="replace") as opened:
                 text = opened.read(LONGEST_PAGE)
-            yield Page(str(file.relative_to(path)), text, file.stat().st_mtime)
+            name, time = str(file.relative_to(path)), file.stat().st_mtime
+            beside = sorted(each.name for each in file.parent.iterdir()) if "/" in name else []
+            yield Page(name, text, time, tuple(beside))
         except OSError as error:
             damaged.append(f"{file.name}: cannot be read ({error.strerror})")

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils.host.run_lock import HUNG, SAVING, WATCH_S
+from utils.host.phase_times import HUNG, SAVING
+from utils.host.run_lock import WATCH_S
 from utils.observe.endings import End, end_of_start
 from utils.observe.history import History, Start, read_run
 
@@ -27,6 +28,7 @@ PHASES: dict[str, tuple[str, ...]] = {
 }
 REDONE = "training", "evaluation", "saves"  # parts that a later start repeats after a failure
 GPU_HOURS, PROCESS_HOURS = "GPU-hours", "process-hours"
+LARGEST = 10**7  # a larger number of ranks is damage
 CO2 = "STOKER_CO2_G_PER_KWH"
 
 
@@ -68,7 +70,8 @@ def hours_of(run: History) -> Hours:
 
 
 def _ranks(start: Start) -> int:
-    return int((start.entry.get("launch") or {}).get("world_size") or 0)
+    given = int((start.entry.get("launch") or {}).get("world_size") or 0)
+    return given if 0 < given < LARGEST else 0
 
 
 def _seconds(run: History, start: Start, before: Start | None) -> dict[str, float]:
@@ -80,6 +83,9 @@ def _seconds(run: History, start: Start, before: Start | None) -> dict[str, floa
     rest = max(start.ended - began - sum(spent.values()), 0.0)
     if spent:
         rest = min(rest, 2 * WATCH_S)  # since the last heartbeat; more if a clock was wrong
+    elif start.trained:  # by an older version of Stoker
+        parts["starts"] = min(max(start.trained - began, 0.0), rest)
+        rest -= parts["starts"]
     end = end_of_start(run, start)
     if end.word in ("failed", "interrupted") or end is End.BY_USER:
         kept = _by_part(saved)

@@ -81,8 +81,9 @@ class Chart {
     swatch.style.background = this.colour(line);
     line.shown = html("span", {});
     line.last = html("em", { textContent: "last ", hidden: true });
-    const key = html("button", { type: "button", title: "show or hide" }, swatch, line.label + " ", line.last, line.shown);
-    const id = line.style + line.label;
+    const label = line.style === "lost" ? line.note : line.label;
+    const key = html("button", { type: "button", title: "show or hide" }, swatch, label + " ", line.last, line.shown);
+    const id = line.style + label;
     const mark = () => key.setAttribute("aria-pressed", !view.hidden.has(id));
     line.id = id;
     line.mark = mark;

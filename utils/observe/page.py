@@ -42,7 +42,7 @@ from utils.observe.run_state import (
 
 FILE_NAME, FOLDER_PAGE = REPORT, "runs.html"
 CURVE_POINTS = 60  # of a small curve
-SHOWN = {"spikes": 30, "evaluations": 20, "characters": 4000, "faults": 50}
+SHOWN = {"spikes": 30, "evaluations": 20, "documents": 200, "characters": 4000, "faults": 50}
 _HERE = Path(__file__).parent
 # Control characters, halves of surrogate pairs and noncharacters. Names and texts may contain them.
 _NOT_IN_HTML = re.compile(
@@ -90,7 +90,7 @@ def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None
         output = (runs[0].path if len(runs) == 1 else Path()) / FILE_NAME
     if len(runs) == 1:
         facts = _facts_of_one(runs[0])
-        charts = charts_of(runs[0], facts["spikes"])
+        charts = charts_of(runs[0], *(facts[key] for key in ("spikes", "memory", "stragglers")))
     else:
         facts, charts = _facts_of_several(runs, output), charts_of_several(runs)
     facts["charted"] = any(line["step"] for chart in charts for line in chart["lines"])
@@ -211,6 +211,7 @@ def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
 
 def _facts_of_one(run: History) -> dict[str, Any]:
     """Return the variables of the template page.html for one run."""
+    memory = findings.memory_by_rank(run)
     seconds = findings.where_the_hours_went(run)
     samples = [line for line in run.lines if line["event"] == "samples"]
     given = (start.entry["given"] for start in run.starts if start.entry.get("given"))
@@ -221,7 +222,9 @@ def _facts_of_one(run: History) -> dict[str, Any]:
         "figures": findings.figures(run), "starts": _start_rows(run),
         "names_of_hours": findings.HOURS, "seconds": seconds, "hours": hours_of(run),
         "whole_s": sum(seconds.values()) or 1.0,
-        "spikes": spikes_in(run.trained), "samples": samples[::-1],
+        "memory": memory, "fullest": findings.memory_table(memory),
+        "stragglers": findings.stragglers(run), "spikes": spikes_in(run.trained),
+        "samples": samples[::-1],
     }  # fmt: skip
 
 

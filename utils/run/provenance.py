@@ -27,7 +27,8 @@ from utils.config.declarations import is_true, shown
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.host.atomic_files import replace_text
-from utils.host.machine import cpu_fact, inherited, without_indices
+from utils.host.environment import inherited, without_indices
+from utils.host.machine import cpu_fact
 from utils.host.redaction import redacted, without_exported
 from utils.host.run_lock import RESTART_IN_JOB
 from utils.launch.opening import git_state, package_versions

@@ -41,8 +41,9 @@ from utils.config.settings import RunSettings
 from utils.config.strategy import AUTO, SUBMITTING, read_config, strategy_path
 from utils.host.atomic_files import replace_text
 from utils.host.collectives import on_rank_0
+from utils.host.environment import report_environment
 from utils.host.hub import settle_connection, stay_offline
-from utils.host.machine import global_rank, report_environment
+from utils.host.machine import global_rank
 from utils.host.redaction import load_env_file, redacted
 from utils.host.run_lock import leave_run_lock, refuse_if_in_use, run_owners, take_run_lock
 from utils.kernels.cpu_products import choose_products, keep_freed_memory, products_name
@@ -50,12 +51,14 @@ from utils.launch.processes import (
     LaunchFacts,
     check_connected,
     check_launch,
+    report_groups,
     requested_replicas,
     requested_strategy,
 )
+from utils.launch.restart import note_restarts
 from utils.launch.script import configure_logging
 from utils.launch.signals import install_stop_signals
-from utils.launch.verdict import mark_run_started, note_restarts
+from utils.launch.verdict import mark_run_started
 from utils.model.finished_model import name_of
 from utils.model.stages import origin_directory, weights_origin
 from utils.model.weights import check_without_loading, published_rows, weights_dtype
@@ -167,9 +170,7 @@ def report_strategy(settings: RunSettings, launch: LaunchFacts) -> None:
     given, shown = settings.run.strategy, settings.values.shown("strategy")
     environment = settings.values.environment
     if is_hybrid(environment):
-        also = ", as with fsdp2: there is one copy" if launch.replicas == 1 else ""
-        shards = f"each sharded over {launch.shards} ranks{also}"
-        logger.info("hsdp: %d x the states, %s", launch.replicas, shards)
+        report_groups(launch, int(environment.get("LOCAL_WORLD_SIZE", launch.world_size)))
     if given == AUTO:
         return
     asked = strategy_variables(read_config(strategy_path(given), shown).content)

@@ -1,22 +1,19 @@
-"""The check of a job that Slurm holds in the queue; slurm/submit.sh releases it on exit code 0.
-
-Slurm's limits show requests that would wait in the queue for ever. A dry run checks the settings.
+"""The dry run of a job that Slurm holds in the queue; slurm/submit.sh releases it on exit code 0.
 
     python -m utils.submit.check DIRECTORY FIELDS ANSWER REFUSAL PARTITIONS NODES QOS
         COUNT OPTIONS... JOB_SCRIPT ARGUMENTS...
 
 DIRECTORY: where sbatch was called. FIELDS: names of squeue's fields, joined by commas. ANSWER:
 squeue's output for the job: the value of each field, padded to WIDTH bytes, so that text in a value
-cannot look like another field. REFUSAL to QOS: see check_request. COUNT: the number of OPTIONS.
+cannot look like another field. REFUSAL to QOS: see SlurmAnswers. COUNT: the number of OPTIONS.
 """
 
 import contextlib
-import math
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
@@ -30,6 +27,7 @@ from utils.launch.script import run_script
 from utils.launch.slurm import time_limit_s
 from utils.launch.verdict import note_submitted
 from utils.prepare.hub_datasets import refuse_uncached
+from utils.submit.limits import SlurmAnswers, check_request, count_gpus
 from utils.submit.sweep import read_sweep
 
 WIDTH = 1024
@@ -40,17 +38,12 @@ ONE_NODE = {
 }
 _SIGNAL = re.compile(r"R?BR?:(?:SIG)?(?:USR1|10)(?:@(\d+))?", re.I)
 _DEFAULT_LEAD_S = 60  # Slurm's default if --signal has no time
-_NEVER = "Requested node configuration is not available"
-_COLUMNS = "cores", "memory_mb", "gres", "features"
-_QOS_COLUMNS = "flags", "MaxWall", "MaxTRES", "MaxTRESPU", "GrpTRES"
-_NOT_SET = 65534  # NO_VAL16 of slurm.h, which older versions of squeue print
-_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check a held job and return the exit code of its dry run. Raises ConfigurationError."""
     directory, fields, answer, *words = sys.argv[1:] if argv is None else argv
-    answers, (count, *words) = words[:4], words[4:]
+    answers, (count, *words) = SlurmAnswers(*words[:4]), words[4:]
     options, (job_script, *arguments) = words[: int(count)], words[int(count) :]
     job, text = {}, os.fsencode(answer)
     for at, name in enumerate(fields.split(",")):
@@ -61,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     log = log.replace("%j", job["JobID"])
     _say(f"log:     {log}")
     kind, gpus = Path(job_script).name, gpus_per_node(job)
-    for note in check_request(job, gpus, *answers):
+    for note in check_request(job, gpus, answers):
         _say(f"note:    {note}")
     note_bad_nodes(options, kind)
     if kind in ONE_NODE and job["NumNodes"] != "1":
@@ -225,137 +218,6 @@ def dry_run_command(kind: str, arguments: Sequence[str]) -> list[str]:
             f"{script} does not know --dry_run, so it cannot be checked: submit it with sbatch"
         )
     return command
-
-
-def check_request(
-    job: Mapping[str, str], gpus: int, refusal: str, partitions: str, nodes: str, qos: str
-) -> list[str]:
-    """Return notes on limits that Slurm did not tell. `gpus`: GPUs per node of the job.
-
-    Raises UnfitClusterError if none of the job's partitions can ever start the job. The texts are
-    the output of Slurm's commands, empty if a command failed:
-
-    refusal     sbatch's messages for the same job without --hold; empty if sbatch accepts the job
-    partitions  scontrol --oneliner show partition
-    nodes       sinfo, with the columns partition|cores|memory|gres|features
-    qos         sacctmgr show qos, with the columns name|flags|MaxWall|MaxTRES|MaxTRESPU|GrpTRES;
-                only name|flags if Slurm does not enforce the limits
-    """
-    known = {}
-    for line in partitions.splitlines():
-        found = dict(re.findall(r"(\S+?)=(\S*)", line))
-        known[found.get("PartitionName")] = found
-    names, faults, notes = job["Partition"].split(","), [], []
-    for name in names:
-        if name not in known:
-            notes.append(f"Slurm does not show the limits of partition {name}: not checked")
-            continue
-        limits = _qos_limits(job, known[name], qos)
-        if limits is None:
-            notes.append(
-                f"sacctmgr does not show QOS {job['QOS']}, so the limits of partition {name} (time "
-                f"{known[name].get('MaxTime')}) are not checked"
-            )
-        elif fault := next(_faults(job, gpus, known[name], limits), None):
-            faults.append(fault)
-    if len(faults) == len(names):
-        raise UnfitClusterError(faults)
-    if refusal:
-        _check_nodes(job, gpus, names, nodes, refusal)
-        notes.append(f"Slurm cannot start this job now: {refusal.strip()}")
-    return notes
-
-
-def _qos_limits(
-    job: Mapping[str, str], partition: Mapping[str, str], table: str
-) -> dict[str, str] | None:
-    """Return the limits of the QOS of job and partition; None if sacctmgr does not show them."""
-    rows = {}
-    for line in table.splitlines():
-        name, *values = line.split("|")
-        rows[name] = dict(zip(_QOS_COLUMNS, values, strict=False))
-    names = [job["QOS"], partition.get("QoS", "")]
-    names = [name for name in names if name not in ("", "N/A", "(null)")]
-    if any(name not in rows for name in names):
-        return None
-    given = [rows[name] for name in names]
-    if given and "OverPartQOS" in given[0]["flags"]:
-        given.reverse()  # otherwise the limits of the partition's QOS count first
-    limits = {key: value for row in given for key, value in row.items() if value}
-    return limits | {"flags": ",".join(row["flags"] for row in given), "names": " or ".join(names)}
-
-
-def _faults(
-    job: Mapping[str, str], gpus: int, partition: Mapping[str, str], qos: Mapping[str, str]
-) -> Iterator[str]:
-    """Yield why a partition can never start a job, and what to give instead."""
-    place, nodes = f"partition {partition['PartitionName']}", int(job["NumNodes"])
-    limits = [(f"QOS {qos['names']}", qos.get("MaxWall", ""))]
-    if "PartitionTimeLimit" not in qos["flags"]:
-        limits.append((place, partition.get("MaxTime", "")))
-    asked_s = time_limit_s(job["MinTime"]) or time_limit_s(job["TimeLimit"]) or math.inf
-    for owner, limit in limits:
-        if asked_s > (time_limit_s(limit) or math.inf):
-            yield (
-                f"the time limit is {job['TimeLimit']}, but {owner} allows {limit}: the job would "
-                f"wait for ever. Give --time={limit}: a job that needs longer requeues itself"
-            )
-    most = [partition.get("TotalNodes", "")]
-    if "PartitionMaxNodes" not in qos["flags"]:
-        most.append(partition.get("MaxNodes", ""))
-    for text in most:
-        if text.isdecimal() and nodes > int(text):
-            yield f"{nodes} nodes, but {place} allows {text}: give --nodes={text}"
-    asked = {"gres/gpu": nodes * gpus, "node": nodes, "cpu": int(_number(job["NumCPUs"]))}
-    for name in ("MaxTRES", "MaxTRESPU", "GrpTRES"):
-        for kind, limit in re.findall(r"(?<![^,])(gres/gpu|node|cpu)=([\w.]+)", qos.get(name, "")):
-            if asked[kind] > _number(limit):
-                yield (
-                    f"the job has {kind}={asked[kind]}, but QOS {qos['names']} allows {limit} "
-                    f"({name}): ask for less, or name another --qos (sacctmgr show qos)"
-                )
-
-
-def _check_nodes(
-    job: Mapping[str, str], gpus: int, names: list[str], sinfo: str, refusal: str
-) -> None:
-    """Raise UnfitClusterError if no node of the partitions `names`, up or down, fits the job."""
-    rows = [line.split("|") for line in sinfo.splitlines()]
-    nodes = [dict(zip(_COLUMNS, row[1:], strict=False)) for row in rows if row[0] in names]
-    options = []
-    if nodes:
-        most_gpus = max(sum(map(count_gpus, node["gres"].split(","))) for node in nodes)
-        cores, memory = (
-            max(int(_number(node[key])) for node in nodes) for key in ("cores", "memory_mb")
-        )
-        options += [f"--gpus-per-node={most_gpus}"] * (gpus > most_gpus)
-        options += [f"--mem={memory}M"] * (_number(job["MinMemory"]) > memory * _UNITS["M"])
-        options += [f"--cpus-per-task={cores}"] * (cores < _number(job["cpus-per-task"]) < _NOT_SET)
-    has = "; ".join(
-        f"{node['cores']} cores, {node['memory_mb']} MB, {node['gres']}, features "
-        f"{node['features']}"
-        for node in nodes
-    )
-    if not options and _NEVER not in refusal:
-        return
-    what = f"at most {' '.join(options)}" if options else "less, or another --partition"
-    raise UnfitClusterError(
-        f"no node of partition {','.join(names)} has what the job asks for, so the job would wait "
-        f"for ever ({_NEVER}). Ask for {what}. A node has: {has or 'sinfo does not tell'}"
-    )
-
-
-def _number(text: str) -> float:
-    """Return a number of Slurm, such as 1.50K for 1536 cores or 64+; 0 for N/A."""
-    number = re.match(r"([\d.]+)([KMGT]?)", text)
-    return float(number[1]) * _UNITS[number[2]] if number else 0.0
-
-
-def count_gpus(tres: str) -> int:
-    """Return the GPUs in Slurm's TRES text: 4 for gres:gpu:h100:4 and gres/gpu=4, 1 for gpu."""
-    entries = [entry for entry in tres.split(",") if "gpu" in entry]  # Slurm uses the last one
-    number = re.search(r"[:=](\d+)(?:\(|$)", entries[-1]) if entries else None
-    return int(number[1]) if number else len(entries[:1])
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from utils.host.redaction import redact
 from utils.launch.script import run_script
 from utils.launch.slurm import PROCESSES, time_limit_s
 from utils.observe.history import read_run
-from utils.submit.check import ONE_NODE, count_gpus, dry_run_command, signal_lead_s
+from utils.submit.check import ONE_NODE, dry_run_command, signal_lead_s
+from utils.submit.limits import count_gpus
 
 STARTUP_S = 300.0  # assumed until the run has started in a job
 REQUEUE_S = 120.0  # Slurm's delay before a requeued job starts again

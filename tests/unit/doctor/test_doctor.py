@@ -1,6 +1,7 @@
 """The doctor on simulated machines: each fault becomes a line with advice, not an exception."""
 
 import shutil
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -61,6 +62,7 @@ def with_gpu(monkeypatch, capability=(9, 0), free=70):
 def test_a_laptop_can_train_and_no_secret_is_shown(alone, monkeypatch, capsys):
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(doctor, "LIMIT_S", 600.0)  # enough for a loaded machine
     assert doctor.main(["--output_dir", str(alone / "runs/deep")]) == 0
     out = capsys.readouterr().out
     for part in (
@@ -75,14 +77,46 @@ def test_a_laptop_can_train_and_no_secret_is_shown(alone, monkeypatch, capsys):
     assert not (alone / "runs").exists(), "nothing is left behind"
 
 
-def test_a_check_that_fails_is_a_line():
+def test_a_check_that_fails_or_hangs_is_a_line():
     def failing():
         yield Finding("ok", "before")
         raise ValueError("disk\nis gone")
 
-    assert [line[:2] for line in doctor.findings_of("it", failing)] == [
+    found = doctor.RunningCheck("it", failing).wait(600)
+    assert [line[:2] for line in found] == [
         ("ok", "before"), ("unknown", "it could not be checked (ValueError: disk)"),
     ]  # fmt: skip
+    hangs = threading.Event()
+    assert "it: still running" in doctor.RunningCheck("it", hangs.wait).wait(0.2)[0].what
+    hangs.set()
+
+
+def test_a_slow_check_is_waited_for_while_the_others_run(alone, monkeypatch, capsys):
+    """Each check waits for the one that is started after it, so in turn none would end."""
+    events = [threading.Event() for _ in range(7)]
+
+    def stage(number):
+        def check():
+            events[number].set()
+            if number + 1 < len(events):
+                events[number + 1].wait(600)
+            yield Finding("ok", f"check {number}")
+
+        return check
+
+    names = ["python", "gpus", "kernels", "host", "slurm", "tokens", "disk"]
+    for number, name in enumerate(names):
+        check = stage(number)
+        monkeypatch.setattr(doctor, f"check_{name}", lambda *_, check=check: check())
+    monkeypatch.setattr(doctor, "check_hub", lambda: iter(()))
+    monkeypatch.setattr(doctor, "SAID_AFTER_S", 0.0)
+    monkeypatch.setattr(doctor, "LIMIT_S", 600.0)
+    assert doctor.main([]) == 0
+    shown = capsys.readouterr().out
+    assert [line for line in shown.splitlines() if line.startswith("ok")] == [
+        f"ok       check {number}" for number in range(7)
+    ]
+    assert "0 not known" in shown
 
 
 def test_gpus_are_compared_with_driver_and_torch(alone, monkeypatch):
@@ -140,13 +174,13 @@ def test_the_doctor_repeats_sinfo(alone):
     (alone / "root/slurm/cluster.env").touch()
     assert lines_of(doctor.check_slurm)[0].startswith("ok slurm/cluster.env")
     stub(alone, "sinfo", code=1)
-    found = doctor.findings_of("Slurm", doctor.check_slurm)
+    found = doctor.RunningCheck("Slurm", doctor.check_slurm).wait(600)
     assert [finding.level for finding in found] == ["ok", "unknown"]
 
 
 def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(alone):
     stub(alone, "nvidia-smi", "failed: cannot communicate with the driver", code=9)
-    (finding,) = doctor.findings_of("GPUs", doctor.check_gpus)
+    (finding,) = doctor.RunningCheck("GPUs", doctor.check_gpus).wait(600)
     assert finding.level == "unknown"
     assert "nvidia-smi" in finding.what
     stub(alone, "nvidia-smi", "No devices were found")

@@ -1,4 +1,4 @@
-"""Inherited variables are named, and the limit of open files is raised."""
+"""Inherited variables are named with their effects, and the limit of open files is raised."""
 
 import logging
 import os
@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from utils.host.machine import LIMIT, OPEN_FILES, inherited, report_environment
+from utils.host.environment import LIMIT, OPEN_FILES, inherited, report_environment
 
 # Variables that guides of clusters and of training projects set, and variables without effect.
 ACTING = {
@@ -39,7 +39,7 @@ def limits(monkeypatch):
     return change
 
 
-def test_variables_that_act_are_named(monkeypatch, caplog, limits):
+def test_variables_are_named_with_their_effects(monkeypatch, caplog, limits):
     assert inherited({**ACTING, **OTHERS}) == [
         *sorted(f"{name}={value}" for name, value in ACTING.items()), f"{LIMIT}={OPEN_FILES}",
     ]  # fmt: skip
@@ -52,7 +52,7 @@ def test_variables_that_act_are_named(monkeypatch, caplog, limits):
     report_environment()
     (record,) = caplog.records
     assert record.levelno == logging.INFO
-    assert record.getMessage().endswith("CUDA_VISIBLE_DEVICES=0")
+    assert record.getMessage().endswith("CUDA_VISIBLE_DEVICES=0 (only these GPUs are seen)")
     caplog.clear()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
@@ -61,9 +61,9 @@ def test_variables_that_act_are_named(monkeypatch, caplog, limits):
     report_environment()
     monkeypatch.setenv("WORLD_SIZE", "2")  # launchers set OMP_NUM_THREADS
     report_environment()
-    start = "inherited from the environment: CUDA_LAUNCH_BLOCKING=1, "
+    start = "inherited from the environment: CUDA_LAUNCH_BLOCKING=1 (several times slower), "
     assert caplog.messages == [
-        f"{start}OMP_NUM_THREADS=1, UCX_TLS=tcp", f"{start}UCX_TLS=tcp",
+        f"{start}OMP_NUM_THREADS=1 (the threads of each rank), UCX_TLS=tcp", f"{start}UCX_TLS=tcp",
     ]  # fmt: skip
 
 

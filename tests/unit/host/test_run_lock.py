@@ -54,6 +54,7 @@ def _quick(monkeypatch, caplog):
     monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
     monkeypatch.setattr(run_lock, "WATCH_S", 60)  # long enough for a heartbeat on a slow machine
     monkeypatch.setattr(run_lock, "LOOK_S", 0.02)
+    monkeypatch.setattr(run_lock, "_silent", [])
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     yield
@@ -152,6 +153,20 @@ def test_an_owner_without_a_heartbeat_is_taken_over(written, tmp_path, caplog):
     assert f"belongs to {named}: waiting up to 0 s for its heartbeat" in caplog.text
     assert f"its last owner is gone ({named}" in caplog.text
     assert taken_over(tmp_path) is None
+
+
+def test_after_the_early_wait_for_a_killed_owner_elsewhere_the_lock_is_taken_at_once(
+    tmp_path, monkeypatch, caplog
+):
+    path = owned_by(tmp_path, ELSEWHERE)
+    os.utime(path, (time.time() + 60, time.time() + 60))  # its last heartbeat is new
+    monkeypatch.setattr(run_lock, "WATCH_S", 0.1)
+    refuse_if_in_use(tmp_path)
+    assert "for its heartbeat, the last came" in caplog.text
+    assert not waits_to_take(tmp_path, caplog)
+    leave_run_lock(tmp_path)
+    owned_by(tmp_path, ELSEWHERE | {"token": "other"}, number=3)
+    assert waits_to_take(tmp_path, caplog), "another owner"
 
 
 @pytest.mark.usefixtures("_impatient")

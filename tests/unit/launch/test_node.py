@@ -246,8 +246,9 @@ def test_a_lost_launcher_is_no_unfit_cluster(monkeypatch, tmp_path, error, nodes
 CRASHING = """
 import os, signal, sys
 from pathlib import Path
+from utils.launch.restart import note_restarts, recovery_s
 from utils.launch.script import run_script
-from utils.launch.verdict import mark_run_started, note_restarts, recovery_s
+from utils.launch.verdict import mark_run_started
 
 def main():
     number, steps = int(os.environ.get("STOKER_RESTART_IN_JOB", "0")), sys.argv[1].split(",")

@@ -143,7 +143,7 @@ def test_a_child_that_ends_is_no_request(monkeypatch):
 
 AT_THE_START = """
 import os, runpy, signal, sys, time
-from utils.launch.opening import start
+from utils.launch.entry import start
 
 def main():
     try:

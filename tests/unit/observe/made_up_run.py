@@ -90,8 +90,13 @@ def write_run(run: Path) -> Path:
         "train_data": ["web"], "global_batch_size": 8, "sequence_length": 512,
     }  # fmt: skip
     (run / "config.yaml").write_text(json.dumps(settings))
+    spoilt = {
+        "step": 61, "losses": [{"rank": 1, "micro_batch": 0, "loss": "NaN"}],
+        "gradient_norm": None, "weights": [], "documents_of": "the micro-batches",
+        "documents": [{"dataset": "web", "document": 4711, "start": 0, "stop": 99}],
+    }  # fmt: skip
     path = run / "nonfinite-step-61.json"
-    path.write_text('{"step": 61}')
+    path.write_text(json.dumps(spoilt))
     os.utime(path, (BEGIN + 160, BEGIN + 160))
     return run
 

@@ -131,12 +131,16 @@ LINES: dict[str, tuple[bytes, int]] = {
     "no object": (b'[1]\n7\n"train"\nnull\ntrue\n{}', 6),
     "carriage returns": (b"\r\n\r\n" + line() + b"\r", 0),
     "invalid UTF-8": (line().replace(b"train", b"tr\xffin"), 1),
+    "half a surrogate pair": (line(split="\ud800") + b"\n" + line(**{"loss/\udfff": 1.0}), 2),
     "no step": (line(step=None) + b"\n" + line(step=-1) + b"\n" + line(step="161"), 3),
     "no time": (line(time="now") + b"\n" + line(time=None) + b"\n" + line(time=1e300), 3),
     "no event": (line(event=7) + b"\n" + line(event=None) + b"\n" + line(event=["train"]), 3),
+    "steps of a run": (line(max_steps=-1) + b"\n" + line(max_steps=1.5), 2),
     "an unknown event": (line(event="eclipse"), 0),
+    "numbers as texts": (line(loss="1.0") + b"\n" + line(step_time_s="1"), 2),
     "figures beyond float64": (LOST, 0),
     "nulls": (line(loss=None, step_time_s=None, tokens_per_s=None, slowest_rank=None), 0),
+    "rows of other types": (line(event="samples", samples=[1]) + b"\n" + line(memory_by_rank=5), 2),
     "steps that go back": (line(step=3) + b"\n" + line(step=1), 0),
     "a start beyond the end": (line(event="resumed", step=10**9), 0),
     "a hook's fields": (line(**{"reward/mean": "high", "reward/all": [1], "note": {"a": 1}}), 0),
@@ -159,9 +163,13 @@ def test_odd_lines_of_a_journal_are_skipped_and_counted(name, run):
     assert read_journal(run / "metrics.jsonl")[-1]["step"] == 162
 
 
-def test_a_number_beyond_float32_is_infinite():
-    read = read_line(line(loss=-1e300, grad_norm="Infinity", reward=10**400))
+def test_a_measure_that_cannot_be_is_left_out_and_a_figure_is_infinite():
+    """Readers add measures up, and turn measures into dates and whole numbers."""
+    wrong = {"step_time_s": 1e300, "tokens_per_s": "NaN", "mfu": -1e18, "size_bytes": 10**400}
+    read = read_line(line(**wrong, wait_s=2, loss=-1e300, grad_norm="Infinity", reward=1e300))
     assert read is not None
+    assert not wrong.keys() & read.keys()
+    assert read["wait_s"] == 2
     assert [read[key] for key in ("loss", "grad_norm", "reward")] == [-math.inf, math.inf, math.inf]
 
 

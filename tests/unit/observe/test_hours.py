@@ -9,7 +9,7 @@ import pytest
 
 from utils.callbacks.progress import Phase
 from utils.host import run_lock
-from utils.host.run_lock import HUNG, SAVING, PhaseTimes
+from utils.host.phase_times import HUNG, SAVING, PhaseTimes
 from utils.observe.history import read_run
 from utils.observe.hours import PHASES, amount, end_of_budget, hours_of
 from utils.observe.run_state import read_status, sums_of_hours
@@ -98,7 +98,7 @@ def test_the_phases_are_those_of_a_run_and_none_is_left_out():
     assert SAVING == Phase.SAVE
 
 
-def test_a_run_without_phases_outside_of_slurm_has_its_sum(tmp_path):
+def test_a_run_of_an_older_version_or_outside_of_slurm_has_its_sum(tmp_path):
     run = write(tmp_path / "run", entry(BEGIN, None, 2, devices=("cpu",)))
     owner(run, 1, BEGIN, {}, beat=BEGIN + 400)
     lines = [{"event": "started", "step": 0, "time": BEGIN + 100}]
@@ -106,7 +106,8 @@ def test_a_run_without_phases_outside_of_slurm_has_its_sum(tmp_path):
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     hours = hours_of(read_run(run))
     assert hours.total == pytest.approx(2 * 400 / 3600)
-    assert str(hours) == "0.222 process-hours: other 0.222"
+    assert hours.parts["starts"] == pytest.approx(2 * 100 / 3600)
+    assert str(hours) == "0.222 process-hours: starts 0.0556, other 0.167"
 
 
 def test_a_copied_run_has_the_same_hours(interrupted):
@@ -116,7 +117,21 @@ def test_a_copied_run_has_the_same_hours(interrupted):
     assert hours_of(read_run(interrupted)).parts == pytest.approx(before)
 
 
-@pytest.mark.parametrize("ranks", [0, None])
+@pytest.mark.parametrize(
+    "spent", [{"training": -1}, {"training": 1e300}, {"training": "NaN"}, ["x"], 7, {"x": None}]
+)
+def test_damaged_times_count_nothing(tmp_path, spent):
+    run = write(tmp_path / "run", entry(BEGIN, "0"))
+    owner(run, 1, BEGIN, {}, beat=BEGIN + 50)
+    path = run / ".lock" / "owner-1"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"spent": spent, "kwh": -1}))
+    os.utime(path, (BEGIN + 50,) * 2)
+    hours = hours_of(read_run(run))
+    assert 0 <= hours.total < 1
+    assert hours.kwh == 0
+
+
+@pytest.mark.parametrize("ranks", [-3, 0, 10**400, None])
 @pytest.mark.parametrize("job_began", ["2026-01-01", None, BEGIN + 1e6])
 def test_a_damaged_record_does_not_hide_the_other_hours(tmp_path, ranks, job_began):
     first, second = entry(BEGIN, "0"), entry(BEGIN + 5000, "0", ranks, job_began)

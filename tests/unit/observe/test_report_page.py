@@ -40,7 +40,7 @@ def test_the_page_of_one_run(made_up_run, monkeypatch, capsys):
     assert "<script>alert" not in page, "a completion is text"
     assert "&lt;script&gt;alert(1)" in page
     for words in ("Finished at step 160 of 160", "step 61 was not finite", "recipes/mine.yaml:3",
-                  "job 77", "c0ffee", "<dd>2 x H100 (ddp)</dd>", "<dd>web</dd>",
+                  "4711", "job 77", "c0ffee", "<dd>2 x H100 (ddp)</dd>", "<dd>web</dd>",
                   "<dd>0.001, cosine</dd>", "<dd>8 x 512 tokens = 4,096 a step</dd>",
                   "first started 2027-01-15 09:00:00 CET", "perplexity"):  # fmt: skip
         assert words in page
@@ -94,12 +94,18 @@ def test_ranks_sources_accuracy_and_what_a_failure_left(tmp_path, monkeypatch):
     (run / "hang.txt").write_text("rank 5 hangs")
     (run / "profile").mkdir()
     (run / "profile" / "kernels.txt").write_text("ampere_gemm 41 %")
+    (run / "profile" / "trace-rank0.json.gz").touch()
     report.main([str(run)])
     page = (run / "report.html").read_text()
     assert "secret-in-a-value" not in page
     for words in ("&lt;b&gt;out of memory", "rank 5 hangs", "ampere_gemm 41 %", "accuracy 49.",
-                  "Waiting in Slurm&#39;s queue"):  # fmt: skip
+                  "trace-rank0.json.gz", "Waiting in Slurm&#39;s queue", "in 82% of"):  # fmt: skip
         assert words in page
+    row = re.search(r"<td>rank 5 \(gpu12\)</td>(.*?)</tr>", page)[1]
+    assert re.findall(r">([^<]+)</td>", row) == ["82%", "4m27s", "5.3%"]
+    rows = re.findall(r"<td>(rank 2 \(gpu11\))</td><td>(\w+)</td>.*?>(\d+\.\d)</td>", page)
+    assert [phase for _, phase, _ in rows] == ["training", "evaluation", "saving"]
+    assert [float(gib) for *_, gib in rows] == pytest.approx([68.2, 51.2, 72.2], abs=0.3)
     charts = {chart["title"]: chart["lines"] for chart in data_of(page)["charts"]}
     named = {title: [line["label"] for line in lines] for title, lines in charts.items()}
     assert named["Loss of each source"] == ["web", "code"]

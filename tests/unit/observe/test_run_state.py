@@ -480,7 +480,9 @@ def test_the_command_shows_a_table_one_run_or_json(tmp_path, monkeypatch, capsys
     journal(running, *STEPS, trained(60) | {"loss": "NaN"})
     spoilt = runs / "sweep" / "lr-1"
     make_run(spoilt, owner=ELSEWHERE, left=True, error="not finite: step 3")
-    (spoilt / "nonfinite-step-3.json").write_text("{}")
+    facts = {"step": 3, "losses": [], "weights": [], "gradient_norm": "NaN", "documents": []}
+    facts["documents_of"] = "the global batch"
+    (spoilt / "nonfinite-step-3.json").write_text(json.dumps(facts))
     (runs / "sweep" / "log.txt").touch()
     assert runs_below(runs) == [running, runs / "sweep" / "lr-1"]
     assert "change what the log says, then start" in read_status(runs / "sweep" / "lr-1", {}).advice

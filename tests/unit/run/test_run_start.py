@@ -113,3 +113,5 @@ def test_where_the_launch_is_not_as_the_recipe_says_one_line_says_so(caplog):
     assert said("hsdp", "fsdp2", 16, 4, **hybrid) == line
     assert said("fsdp2", "fsdp2", 16, 4, **hybrid).endswith("the launch decides, by hsdp")
     assert said("hsdp", "fsdp2", 4, **hybrid).endswith("4 ranks, as with fsdp2: there is one copy")
+    over = said("hsdp", "fsdp2", 16, 2, **hybrid)
+    assert "WARNING dp_shard 8: a node has 4 GPUs, so each layer's weights cross the net" in over

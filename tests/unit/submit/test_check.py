@@ -10,7 +10,7 @@ from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.config.strategy import SUBMITTING
 from utils.launch.ledger import Fault, record
 from utils.submit import check as checking
-from utils.submit.check import check_request
+from utils.submit.limits import SlurmAnswers, check_request
 
 # Recorded from Slurm 22.05: scontrol --oneliner show partition (the fields that count), sinfo.
 PARTITIONS = """\
@@ -163,7 +163,7 @@ def test_gpus_are_read_however_they_were_asked_for():
 
 def request(refusal="", partitions=PARTITIONS, qos=QOS, gpus=2, **shown: str) -> list[str]:
     job = SHOWN | {name.replace("_", "-"): text for name, text in shown.items()}
-    return check_request(job, gpus, refusal, partitions, NODES, qos)
+    return check_request(job, gpus, SlurmAnswers(refusal, partitions, NODES, qos))
 
 
 def test_requests_that_slurm_can_never_satisfy_say_what_to_type():

@@ -1,0 +1,81 @@
+"""Environment variables that a process inherits, and its limit of open files."""
+
+import logging
+import os
+import re
+import resource
+from collections.abc import Mapping
+
+from utils.host.machine import global_rank
+
+logger = logging.getLogger(__name__)
+
+OPEN_FILES = 4096  # data workers, sockets between ranks and mapped files take some each
+LIMIT = "ulimit -n"
+GPUS, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
+# Variables that change the results or the speed of training, and the effects of some of them.
+_FAMILIES = re.compile(
+    "(NCCL|CUDA|CUBLAS|CUDNN|OMP|MKL|KMP|GOMP|GLOO|UCX|HCOLL|OMPI_MCA|FI_|PYTORCH|TORCHDYNAMO|TRITON"
+    "|NVIDIA_TF32|TORCH_(ALLOW_TF32|BLAS|COMPILE|CUDNN|DISTRIBUTED_DEBUG|LOGS)).*"
+)
+_HARMLESS = re.compile(
+    ".*_(HOME|PATH|ROOT|DIR|DIRECTORY|VERSION)|CUDA_DEVICE_ORDER|CUDA_MODULE_LOADING|.*_CUDA_CHECK"
+)
+EFFECTS = {
+    "several times slower": "CUDA_LAUNCH_BLOCKING|PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "slower between GPUs or nodes": "NCCL_(IB|P2P|SHM)_DISABLE|NCCL_P2P_LEVEL|NCCL_(ALGO|PROTO)",
+    "only these GPUs are seen": GPUS,
+    "the threads of each rank": THREADS,
+    "overrules tf32": "NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "nothing is compiled": "TORCH_COMPILE_DISABLE|TORCHDYNAMO_DISABLE",
+}
+
+
+def inherited(environment: Mapping[str, str]) -> list[str]:
+    """Return NAME=VALUE of the variables that change results or speed, and the open files."""
+    names = (name for name in sorted(environment) if _FAMILIES.fullmatch(name))
+    found = [f"{name}={environment[name]}" for name in names if not _HARMLESS.fullmatch(name)]
+    return [*found, f"{LIMIT}={resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"]
+
+
+def without_indices(variable: str) -> str:
+    """Return NAME=VALUE; visible GPUs are counted, as each job on a shared node has other ones."""
+    name, _, value = variable.partition("=")
+    devices = value.split(",")
+    if name != GPUS or not all(re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", each) for each in devices):
+        return variable
+    return f"{name} has {len(devices)}"
+
+
+def _with_effect(variable: str) -> str:
+    """Return NAME=VALUE with the effect of the variable."""
+    name = variable.partition("=")[0]
+    effects = (text for text, names in EFFECTS.items() if re.fullmatch(names, name))
+    return variable + "".join(f" ({text})" for text in effects)
+
+
+def report_environment() -> None:
+    """Log the inherited variables that change results or speed; raise the limit of open files."""
+    expected = {LIMIT}
+    if {"SLURM_JOB_ID", "WORLD_SIZE"} & os.environ.keys():  # Slurm and launchers set these
+        expected |= {GPUS, THREADS}
+    found = [each for each in inherited(os.environ) if each.partition("=")[0] not in expected]
+    if found and global_rank() == 0:
+        usual = all(each.startswith((GPUS, THREADS)) for each in found)
+        listed = ", ".join(map(_with_effect, found))
+        logger.log(
+            logging.INFO if usual else logging.WARNING, "inherited from the environment: %s", listed
+        )
+    if line := _raise_open_files():
+        logger.warning("%s", line)
+
+
+def _raise_open_files() -> str:
+    """Raise the limit of open files to OPEN_FILES; return a warning if the system forbids it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES:
+        return ""
+    allowed = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    low = f"{LIMIT} can be at most {hard:,} here: several ranks and data workers may need"
+    return f"{low} {OPEN_FILES:,} open files" if allowed < OPEN_FILES else ""

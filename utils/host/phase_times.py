@@ -1,0 +1,49 @@
+"""Seconds that a process spent in each phase of a run (the words of callbacks.progress.Phase)."""
+
+import time
+from typing import Any
+
+SAVING, HUNG = "saving", "hanging"
+LONGEST_S = 1e10  # a longer time in a file is damage
+
+
+class PhaseTimes:
+    """The seconds of each phase; another thread may read them.
+
+    now    the current phase, when it began (time.monotonic), and the seconds of all phases before;
+           always replaced as a whole
+    saved  the seconds of all phases when the last save ended
+    """
+
+    def __init__(self, phase: str):
+        self.now: tuple[str, float, dict[str, float]] = (phase, time.monotonic(), {})
+        self.saved: dict[str, float] = {}
+
+    def begin(self, phase: str) -> None:
+        """Begin a phase, or the same phase again (the next step)."""
+        spent = self.seconds()
+        if self.now[0] == SAVING != phase:
+            self.saved = spent
+        self.now = (phase, time.monotonic(), spent)
+
+    def take_hang(self, silent_s: float) -> None:
+        """Count the last `silent_s` seconds as a hang, not as a part of the current phase."""
+        phase, spent = self.now[0], self.seconds()
+        silent_s = min(silent_s, spent[phase])
+        spent |= {phase: spent[phase] - silent_s, HUNG: silent_s}
+        self.now = (phase, time.monotonic(), spent)
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each phase until now."""
+        phase, since, spent = self.now
+        return spent | {phase: round(spent.get(phase, 0.0) + time.monotonic() - since, 3)}
+
+
+def valid_numbers(given: Any) -> dict[str, float]:
+    """Return the entries of a JSON object in a file that can be times in seconds."""
+    items = given.items() if isinstance(given, dict) else ()
+    return {
+        key: float(value)
+        for key, value in items
+        if type(value) in (int, float) and 0 <= value < LONGEST_S
+    }

@@ -1,0 +1,80 @@
+"""Restarts of the ranks inside the job after a lost rank, from the newest checkpoint.
+
+In a Slurm job slurm/training_job.sh starts a new step. Before, Slurm has ended all processes of the
+old step on all nodes, and the new ranks meet at another port. On a machine without a job script the
+launcher starts its ranks again. Both read the note of `note_restarts`. Both give up if two starts
+in a row began at the same checkpoint: then the job is requeued, or the launcher ends.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from utils.config.errors import ExitCode
+from utils.host.run_lock import RESTART_IN_JOB
+from utils.launch.signals import STAGE
+from utils.launch.verdict import NOTES_DIR, Verdict, leave_file, read_notes
+
+logger = logging.getLogger(__name__)
+
+LOST_AT = "STOKER_LOST_AT"  # unix seconds of the first report of a lost rank before this restart
+_NOTE = "restarts"
+
+
+def note_restarts(most: int, step: int) -> None:
+    """Leave the setting `restarts_in_job` and the step of the checkpoint for the launcher."""
+    leave_file(_NOTE, f"{most} {step}\n")
+
+
+def recovery_s() -> float | None:
+    """Return the seconds since the crash before this restart; None without one, or if called again.
+
+    Call this after the first step of a start.
+    """
+    lost_at = os.environ.pop(LOST_AT, None)
+    return None if lost_at is None else time.time() - float(lost_at)
+
+
+@dataclass
+class Restarts:
+    """The restarts of this machine's ranks by its launcher.
+
+    directory    the node's private directory, with the notes of the ranks
+    by_launcher  whether the launcher restarts: all ranks are here, and there is no job script
+    number       restarts so far
+    began_at     the step of the checkpoint from which the ranks before the last restart began
+    """
+
+    directory: Path
+    by_launcher: bool
+    number: int = 0
+    began_at: int | None = None
+
+    def run(self, run_ranks: Callable[[], Verdict], is_stopping: Callable[[], bool]) -> Verdict:
+        """Run the ranks, and run them again after a lost rank; return why the last ones ended."""
+        verdict = run_ranks()
+        while not is_stopping() and self._prepare(verdict):
+            verdict = run_ranks()
+        return verdict
+
+    def _prepare(self, verdict: Verdict) -> bool:
+        """Return whether the ranks start again; then remove their notes and set variables."""
+        notes = Path(os.environ[NOTES_DIR])
+        lost = verdict.exit_code == ExitCode.LOST_RANK and (notes / _NOTE).exists()
+        if not (self.by_launcher and lost):
+            return False
+        most, step = map(int, (notes / _NOTE).read_text(encoding="utf-8").split())
+        if self.number >= most or self.began_at == step:
+            return False
+        self.number, self.began_at = self.number + 1, step
+        lost_at = min((note.time for note in read_notes()), default=time.time())
+        os.environ |= {RESTART_IN_JOB: str(self.number), LOST_AT: str(lost_at)}
+        for file in (self.directory / STAGE, *notes.iterdir()):
+            file.unlink(missing_ok=True)
+        logger.warning(
+            "%s; restart %d of at most %d inside the job", verdict.text, self.number, most
+        )
+        return True
