@@ -24,9 +24,9 @@ from utils.host.journal_file import read_journal
 
 RESULT = ROOT / "benchmarks" / "results" / "experiments" / "muon.json"
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
-STEPS = 60
+STEPS = 240
 CHANGES = {
-    "sequence_length": 256, "max_steps": STEPS, "warmup_steps": 10, "eval_steps": 5,
+    "sequence_length": 256, "max_steps": STEPS, "warmup_steps": 20, "eval_steps": 10,
     "max_eval_sequences": 16, "eval_data": "modules=data/demo-pretrain/modules",
     "save_strategy": "no", "load_best_model_at_end": "false", "use_cpu": "true",
     "compile": "false",
