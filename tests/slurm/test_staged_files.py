@@ -17,7 +17,6 @@ import tiny
 from launching import ROOT
 from training_jobs import TrainingJobs
 
-TWO_NODES = ("--nodes=2", "--gpus-per-node=2")
 PYTHON = """
 set -euo pipefail
 source slurm/environment.sh
@@ -68,23 +67,23 @@ def restore(file: Path, content: bytes) -> None:
 def test_jobs_share_copies_and_train_with_the_bits_of_the_originals(
     jobs: TrainingJobs, environment, tmp_path
 ):
-    plain, disk = jobs.finished("multi_gpu"), tmp_path / "disk"
+    disk, alone = tmp_path / "disk", tmp_path / "alone"
     disk.mkdir()
     archive = packed(environment, tmp_path / "env.tar")
     originals = [*(jobs.files / "documents").glob("*.arrow")]
     originals += (jobs.files / "heldout").glob("*.arrow")
 
-    def train(name: str, archive: Path, where: Path = disk) -> str:
+    def train(name: str, archive: Path, plain: Path, *options: str, where: Path = disk) -> str:
         run = tmp_path / name
         env = {"STOKER_STAGE_DIR": str(where), "STOKER_STAGE_ENV": str(archive)}
-        job = jobs.submit(run, *TWO_NODES, env=env, stage_data="true")
+        job = jobs.submit(run, *options, env=env, stage_data="true")
         assert jobs.slurm.wait(job) == "COMPLETED", job.output()
         tiny.assert_same_run(run, plain)
         assert tiny.evaluations(run, "heldout") == tiny.evaluations(plain, "heldout")
         assert tiny.starts(run)[0]["data"] == tiny.starts(plain)[0]["data"]
         return job.output()
 
-    first = train("first", archive)
+    first = train("first", archive, jobs.finished("multi_gpu"), "--nodes=2", "--gpus-per-node=2")
     copies = {path.parent: path.read_bytes() for path in disk.glob("stoker-data-*/*/*.arrow")}
     assert len(copies) == 2
     for copy in copies:
@@ -92,9 +91,14 @@ def test_jobs_share_copies_and_train_with_the_bits_of_the_originals(
     (staged,) = disk.glob("stoker-env-*/env-*/bin")
     assert f"n1: python of {staged.parent}" in first
 
+    # The other jobs have one rank: the copies are those of the node.
+    one_rank = "--nodes=1", "--gpus-per-node=1"
+    job = jobs.submit(alone, *one_rank)
+    assert jobs.slurm.wait(job) == "COMPLETED", job.output()
+
     # No rank of the second job reads the original files, which hold other tokens now.
     before = {file: spoil(file) for file in originals}
-    second = train("second", archive)
+    second = train("second", archive, alone, *one_rank)
     for file, content in before.items():
         restore(file, content)
     assert "copying" not in second
@@ -106,7 +110,7 @@ def test_jobs_share_copies_and_train_with_the_bits_of_the_originals(
 
     cut = tmp_path / "cut.tar"
     cut.write_bytes(archive.read_bytes().rstrip(b"\0"))
-    third = train("third", cut)
+    third = train("third", cut, alone, *one_rank)
     assert "is damaged or cut short: it is made again" in third
     assert f"STOKER_STAGE_ENV {cut}: the environment of slurm/cluster.env is used" in third
     for copy, content in copies.items():
@@ -114,8 +118,8 @@ def test_jobs_share_copies_and_train_with_the_bits_of_the_originals(
         assert file.read_bytes() == content
 
     with mounted(tmp_path / "small", "size=64k") as small:
-        fourth = train("fourth", archive, small)
-    assert fourth.count(f"stage_data: {jobs.files / 'documents'} is read where it is: ") == 2
+        fourth = train("fourth", archive, alone, *one_rank, where=small)
+    assert fourth.count(f"stage_data: {jobs.files / 'documents'} is read where it is: ") == 1
     assert f"KiB do not fit, {small}/stoker-data-{os.getuid()} has " in fourth
 
 
