@@ -23,7 +23,7 @@ from benchmarks.progress import say
 from utils.host.journal_file import read_journal
 
 RESULT = ROOT / "benchmarks" / "results" / "experiments" / "muon.json"
-RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
 STEPS = 240
 CHANGES = {
     "sequence_length": 256, "max_steps": STEPS, "warmup_steps": 20, "eval_steps": 10,
