@@ -40,13 +40,13 @@ def main(argv: list[str] | None = None) -> int:
     plan = plan_run(settings, data, config, launch)
     log_plan(plan)
     if settings.run.dry_run:
-        return check_start(settings, plan, data, config, launch)
+        return check_start(plan, data, config, launch)
     from utils.launch.processes import check_running_strategy
     from utils.run.finish import finish_run, leave_run, run_callbacks
     from utils.run.start import start_run
     from utils.training.fine_tune_trainer import FineTuneTrainer
 
-    run, checkpoints = start_run(settings, plan, data, launch)
+    run, checkpoints = start_run(plan, data, launch)
     if run.finished:
         return 0
     trainer = FineTuneTrainer(
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         plan.training_arguments(run.run_id),
         plan,
         data,
-        run_callbacks(settings, plan, data, launch, run, checkpoints),
+        run_callbacks(plan, data, launch, run, checkpoints),
     )
     check_running_strategy(launch)
     trainer.train(resume_from_checkpoint=run.resume_from)

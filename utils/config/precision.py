@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from utils.config.declarations import Given, SettingValues, is_true, shown
 from utils.config.launch_settings import PRECISION_VARIABLE
 from utils.config.recipes import load_file
@@ -105,8 +107,6 @@ def _open_precision(values: SettingValues, by_launch: str) -> Given:
 
 def trains_on_fast_gpu(values: SettingValues) -> bool:
     """Return whether GPUs with fast bf16 train. A login node is assumed to submit to such GPUs."""
-    import torch
-
     if values["assume"]:
         with suppress(ValueError):  # check_strategy reports it
             return assumed_gpus(values["assume"]).bf16
@@ -120,8 +120,6 @@ def trains_on_fast_gpu(values: SettingValues) -> bool:
 
 def gpu_capability() -> tuple[int, int] | None:
     """Return the lowest compute capability of the visible GPUs; None if there is no GPU."""
-    import torch
-
     if not torch.cuda.is_available():
         return None
     return min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())))
@@ -129,8 +127,6 @@ def gpu_capability() -> tuple[int, int] | None:
 
 def _computes_on_cpu(values: SettingValues) -> bool:
     """Return True if the run is known to train on a CPU. On a login node this is not known."""
-    import torch
-
     sharding = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
     if any(is_true(name, values.environment) for name in sharding):
         return False  # sharding needs GPUs, and is refused without them
@@ -145,13 +141,9 @@ def _computes_on_cpu(values: SettingValues) -> bool:
 
 def has_fast_bf16() -> bool:
     """Return whether this CPU multiplies bf16 matrices several times as fast as float32 ones."""
-    import torch
-
     return has_amx() or torch.cpu._is_avx512_bf16_supported()
 
 
 def has_amx() -> bool:
     """Return whether this CPU has AMX, which multiplies tiles in bf16, and the system allows it."""
-    import torch
-
     return bool(torch.cpu._is_amx_tile_supported())

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,6 +71,11 @@ class RunSettings:
         """The global batch by the first step that has it. Raises ConfigurationError."""
         last, by_step = self.run.global_batch_size, self.run.batch_warmup
         return batch_sizes(last, by_step) if by_step else {0: last}
+
+    @property
+    def output_dir(self) -> Path:
+        """The run directory."""
+        return Path(str(self.training.output_dir))
 
     @property
     def resolved(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -141,8 +142,6 @@ def data_parallel_mesh(launch: LaunchFacts) -> DeviceMesh:
 
     Context parallelism adds no dimension: its groups are parts of the groups of shards.
     """
-    from accelerate import ParallelismConfig
-
     copies = launch.replicas if launch.strategy == "fsdp2" else launch.world_size
     sizes = ParallelismConfig(
         dp_replicate_size=copies, dp_shard_size=launch.world_size // copies,

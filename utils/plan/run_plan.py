@@ -5,7 +5,6 @@ import math
 import os
 import shlex
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig, TrainingArguments
@@ -107,7 +106,7 @@ class RunPlan:
             dataloader_prefetch_factor=self.settings.values["dataloader_prefetch_factor"],
             activation_checkpointing=checkpointing,
             gradient_checkpointing=checkpointing,
-            run_name=tracker_name(training, run_id),
+            run_name=tracker_name(self.settings, run_id),
             # The loader of a resumed run begins at the right step. Trainer must skip no batches.
             ignore_data_skip=True,
             # If true, Trainer would cast the weights in place at the evaluation before the export.
@@ -120,14 +119,14 @@ class RunPlan:
         )
 
 
-def tracker_name(training: TrainingArguments, run_id: str) -> str | None:
+def tracker_name(settings: RunSettings, run_id: str) -> str | None:
     """Return the run's name for trackers, without known secrets, or None if trackers choose it."""
-    if training.run_name:
-        return redact(training.run_name)
-    if {"mlflow", "trackio"}.isdisjoint(training.report_to or ()):
+    if settings.training.run_name:
+        return redact(settings.training.run_name)
+    if {"mlflow", "trackio"}.isdisjoint(settings.training.report_to or ()):
         return None
     # trackio recognizes the run of earlier starts only by its name.
-    return f"{Path(str(training.output_dir)).absolute().name}-{run_id[:6]}"
+    return f"{settings.output_dir.absolute().name}-{run_id[:6]}"
 
 
 def log_plan(plan: RunPlan) -> None:
@@ -283,11 +282,8 @@ def report_run(
     checkpoint_bytes: int,
     report: Report,
 ) -> None:
-    """Report a dry run's processes, saves and directory; utils/submit/check.py reports its job.
-
-    Raises ConfigurationError for a GPU strategy on a CPU.
-    """
-    training, output_dir = settings.training, Path(str(settings.training.output_dir))
+    """Report a dry run's processes, saves and directory. Raises ConfigurationError."""
+    training, output_dir = settings.training, settings.output_dir
     # `values` has the user's use_cpu. A dry run without a GPU changes use_cpu in `training`.
     if settings.values.on_cpu and launch.strategy.startswith(("fsdp", "zero")):
         raise ConfigurationError(

@@ -18,6 +18,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from utils.checkpoints.files import FINAL
 from utils.config.errors import ConfigurationError
 from utils.config.launch_settings import LAUNCHER_VARIABLES
@@ -50,12 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None:
-    """Run lm_eval on final/ and save the results as lm_eval.json in the run directory.
-
-    lm_eval prints its table to stdout. Raises ConfigurationError if lm_eval cannot run or fails.
-    """
-    import torch
-
+    """Run lm_eval on final/ and save lm_eval.json in the run. Raises ConfigurationError."""
     if not (run / FINAL).is_dir():
         raise ConfigurationError(f"{run} has no {FINAL}/, which the end of a run writes.")
     if not is_installed("lm_eval"):

@@ -51,11 +51,11 @@ SPENT = -1  # finish_run's result if max_gpu_hours ended the run; the process ex
 
 
 def run_callbacks(
-    settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts, run: Run,
-    checkpoints: Checkpoints,
-) -> Callbacks:  # fmt: skip
+    plan: RunPlan, data: RunData, launch: LaunchFacts, run: Run, checkpoints: Checkpoints
+) -> Callbacks:
     """Create the callbacks of a run; both scripts use this."""
-    options, output_dir = settings.run, checkpoints.output_dir
+    settings, output_dir = plan.settings, checkpoints.output_dir
+    options = settings.run
     inherited = early_stopping = average = profiler = None
     if settings.model.init_optimizer and run.resume_from is None:
         assert run.weights_from is not None, "checked with the settings"
@@ -166,7 +166,7 @@ def leave_run(settings: RunSettings, launch: LaunchFacts, code: int) -> int:
     caller must have deleted the trainer before, because benchmarks need the memory.
     """
     args, tasks = settings.training, settings.run.lm_eval_tasks
-    output_dir, push = Path(str(args.output_dir)), settings.values["push_to_hub"]
+    output_dir, push = settings.output_dir, settings.values["push_to_hub"]
     if code == ExitCode.DONE and (push or tasks):
         gc.collect()
         if torch.cuda.is_available():

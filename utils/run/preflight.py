@@ -57,16 +57,17 @@ def check_same_start(settings: RunSettings, launch: LaunchFacts) -> None:
             )
 
 
-def check_storage(output_dir: Path, plan: RunPlan, keep: int | None, launch: LaunchFacts) -> None:
+def check_storage(plan: RunPlan, launch: LaunchFacts) -> None:
     """Make ``output_dir``; check that all hosts can write to it and that checkpoints fit.
 
     Collective: every rank raises the same StorageError, or ConfigurationError if ``output_dir`` is
     a file. Each host writes some bytes to a temporary file, because free space ignores quotas.
     """
+    output_dir = plan.settings.output_dir
     first_ranks = {launch.hosts.index(host) for host in launch.hosts}  # the first of each host
 
     def open_directory() -> tuple[str, str]:
-        room = check_place(output_dir, plan, keep)
+        room = check_place(plan)
         name = MARK + secrets.token_hex(8)
         _append(output_dir / name)
         return name, room
@@ -83,13 +84,14 @@ def check_storage(output_dir: Path, plan: RunPlan, keep: int | None, launch: Lau
         logger.log(level, "%d host(s) can write to %s, %s", len(first_ranks), output_dir, room)
 
 
-def check_place(output_dir: Path, plan: RunPlan, keep: int | None) -> str:
+def check_place(plan: RunPlan) -> str:
     """Check that checkpoints fit, and GPU-hours are left; return a text with the free space.
 
     A new run needs room for all checkpoints that exist at the same time, a resumed run for the next
     checkpoint. Space that `make_room` may free counts as free. Raises StorageError for too little
     space or a directory that is not writable, ConfigurationError if ``output_dir`` is a file.
     """
+    output_dir, keep = plan.settings.output_dir, plan.settings.training.save_total_limit
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")
     there = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())

@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 import torch
 
@@ -44,7 +43,7 @@ def _prepare_once(settings: RunSettings, raw: RawData) -> None:
     from utils.prepare.pipeline import begin_preparation, finish_preparation
     from utils.run.preflight import known_files
 
-    output_dir = Path(str(settings.training.output_dir))
+    output_dir = settings.output_dir
     arguments = _arguments(settings, raw)
     names, command = " ".join(raw.sources), prepare_command(arguments)
     known_files(output_dir)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import get_token, is_offline_mode, try_to_load_from_cache
 from transformers import PreTrainedConfig
 
@@ -122,9 +123,9 @@ def start_process(settings: RunSettings) -> LaunchFacts:
 
 
 def _settle_hub(settings: RunSettings) -> bool:
-    model, tokenizer = settings.model, settings.values["tokenizer_name_or_path"]
+    model = settings.model
     is_offline = settle_connection(model.model_name_or_path, model.model_revision)
-    return settle_connection(tokenizer) or is_offline
+    return settle_connection(settings.values["tokenizer_name_or_path"]) or is_offline
 
 
 def _launch(settings: RunSettings) -> LaunchFacts:
@@ -133,16 +134,16 @@ def _launch(settings: RunSettings) -> LaunchFacts:
     os.environ |= group_sizes(settings.values.environment)  # accelerate reads them
     launch = check_launch()
     check_same_start(settings, launch)
-    args = settings.training
-    output_dir = Path(str(args.output_dir))
+    args, output_dir = settings.training, settings.output_dir
     on_rank_0(lambda: refuse_if_in_use(output_dir))
 
     def adopt() -> None:
         known_files(output_dir)
         output_dir.mkdir(parents=True, exist_ok=True)
         take_run_lock(output_dir)
-        needs_best = bool(args.load_best_model_at_end)
-        adopt_checkpoint(args.resume_from_checkpoint, output_dir, needs_best=needs_best)
+        adopt_checkpoint(
+            args.resume_from_checkpoint, output_dir, needs_best=bool(args.load_best_model_at_end)
+        )
 
     if args.resume_from_checkpoint:
         on_rank_0(adopt)  # before anything reads provenance.json there
@@ -152,8 +153,6 @@ def _launch(settings: RunSettings) -> LaunchFacts:
 
 def _planned_launch(settings: RunSettings) -> LaunchFacts:
     """Return the LaunchFacts that a dry run assumes, from WORLD_SIZE and accelerate's variables."""
-    import torch
-
     world_size = settings.values.world_size
     # Without check_available a CUDA build of torch names CUDA even on a node without a GPU.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -182,9 +181,7 @@ def report_strategy(settings: RunSettings, launch: LaunchFacts) -> None:
         logger.warning("%s has no effect: the launch decides, by %s", shown, launch.name)
 
 
-def start_run(
-    settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts
-) -> tuple[Run, Checkpoints]:
+def start_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> tuple[Run, Checkpoints]:
     """Lock `--output_dir`, find the checkpoint to resume from, and write provenance.json.
 
     An empty or missing directory gets a new run. If the directory holds a run with these settings,
@@ -192,9 +189,9 @@ def start_run(
     start. Rank 0 decides for all ranks. Raises ConfigurationError if the directory holds another
     run or other files; also StorageError and NoProgressError.
     """
-    output_dir = Path(str(settings.training.output_dir))
-    check_storage(output_dir, plan, settings.training.save_total_limit, launch)
-    run = on_rank_0(lambda: _claim(settings, plan, data, launch))
+    settings = plan.settings
+    check_storage(plan, launch)
+    run = on_rank_0(lambda: _claim(plan, data, launch))
     remove_leftovers()
     background = None
     if settings.run.async_save and not run.finished:
@@ -208,7 +205,7 @@ def start_run(
         versions=run.facts["versions"],
     )
     checkpoints = Checkpoints(
-        output_dir,
+        settings.output_dir,
         manifest,
         launch.rank,
         keep=settings.training.save_total_limit,
@@ -219,20 +216,19 @@ def start_run(
     if launch.rank == 0:
         step = int(Path(run.resume_from or "checkpoint-0").name.rpartition("-")[2])
         note_restarts(settings.run.restarts_in_job, step)
-        mark_run_started(output_dir, launch.gpus)
+        mark_run_started(settings.output_dir, launch.gpus)
         if not run.finished:
-            name = tracker_name(settings.training, run.run_id)
-            prepare_trackers(settings, name, output_dir, run.run_id, step)
+            prepare_trackers(settings, tracker_name(settings, run.run_id), run.run_id, step)
     return run, checkpoints
 
 
-def _claim(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
+def _claim(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
     """Lock output_dir, find its run, write config.yaml and provenance.json; only on rank 0."""
-    output_dir = Path(str(settings.training.output_dir))
+    settings, output_dir = plan.settings, plan.settings.output_dir
     known_files(output_dir)  # raises before anything is written among other files
     take_run_lock(output_dir)
     RunRecord(output_dir).restore()
-    run = find_run(settings, plan, data, launch)
+    run = find_run(plan, data, launch)
     weights = weights_origin(settings, launch.strategy, run.resume_from)
     starts = RunRecord(output_dir).starts
     check_progress(starts, run.resume_from, slurm_job(os.environ))
@@ -266,24 +262,18 @@ def _claim(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFa
     return run if weights is None else dataclasses.replace(run, weights_from=weights["path"])
 
 
-def check_start(
-    settings: RunSettings,
-    plan: RunPlan,
-    data: RunData,
-    config: PreTrainedConfig,
-    launch: LaunchFacts,
-) -> int:
+def check_start(plan: RunPlan, data: RunData, config: PreTrainedConfig, launch: LaunchFacts) -> int:
     """Check output_dir and weights for a dry run. Return 0, or raise the error of a real start."""
-    output_dir = Path(str(settings.training.output_dir))
+    settings, output_dir = plan.settings, plan.settings.output_dir
     try:
-        check_place(output_dir, plan, settings.training.save_total_limit)
+        check_place(plan)
     except StorageError as error:
         if SUBMITTING in os.environ or not on_a_login_node(settings, launch):
             raise
         logger.warning("%s", error.problems[0])  # jobs may have other storage than a login node
     for name, text in RunRecord(output_dir).damage.items():
         logger.warning("%s %s", output_dir / name, text)
-    run = find_run(settings, plan, data, launch)
+    run = find_run(plan, data, launch)
     owner = next(run_owners(output_dir), None)
     if owner is not None and owner.alive:
         logger.warning(
@@ -300,9 +290,10 @@ def check_start(
     return 0
 
 
-def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
+def find_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
     """Return the run in output_dir, or a new one; only on rank 0. Raises ConfigurationError."""
-    output_dir, dry_run = Path(str(settings.training.output_dir)), settings.run.dry_run
+    settings, output_dir = plan.settings, plan.settings.output_dir
+    dry_run = settings.run.dry_run
     known = known_files(output_dir)
     named = settings.training.resume_from_checkpoint if dry_run else None  # a start has copied it
     foreign = foreign_checkpoint(named, output_dir)
@@ -328,12 +319,10 @@ def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launch
         check_layout(checkpoint, launch.strategy)  # a login node does not know the launch
     refuse_code(checkpoint)
     patience = settings.run.early_stopping_patience
-    text = (checkpoint / "trainer_state.json").read_text(encoding="utf-8")
-    unimproved = (
-        json.loads(text).get("stateful_callbacks", {}).get(OWN_STATE, {}).get(UNIMPROVED, 0)
-    )
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    own_state = state.get("stateful_callbacks", {}).get(OWN_STATE, {})
     done = read_manifest(checkpoint).step >= plan.total_steps
-    done |= patience is not None and unimproved >= patience
+    done |= patience is not None and own_state.get(UNIMPROVED, 0) >= patience
     return Run(run_id, str(checkpoint), has_final and done, facts)
 
 
@@ -348,7 +337,6 @@ def check_progress(
     """
     if job is None or int(job["restart_count"] or 0) == 0 or int(job.get("restart_in_job") or 0):
         return
-
     where = Path(resume_from or "step 0").name
     number = sum(
         Path(start["resumed_from"] or "step 0").name == where

@@ -15,16 +15,14 @@ from utils.launch.opening import git_state
 logger = logging.getLogger(__name__)
 
 
-def prepare_trackers(
-    settings: RunSettings, name: str | None, output_dir: Path, run_id: str, step: int
-) -> None:
+def prepare_trackers(settings: RunSettings, name: str | None, run_id: str, step: int) -> None:
     """Make the trackers of `report_to` write into output_dir; all starts share one tracker run.
 
     Sets environment variables, except those that the user has set, and calls `wandb.init`. Rank 0
     calls this before the Trainer is made. `name` is the run's name in wandb. `step` is the step
     from which this start resumes.
     """
-    place, default = output_dir.absolute(), os.environ.setdefault
+    place, default = settings.output_dir.absolute(), os.environ.setdefault
     reporters = set(settings.training.report_to or ())
     if "trackio" in reporters:
         default("TRACKIO_DIR", f"{place}/trackio")
@@ -48,7 +46,7 @@ def prepare_trackers(
     if "wandb" in reporters:
         import wandb
 
-        prepare_wandb(output_dir, run_id)
+        prepare_wandb(settings.output_dir, run_id)
         # Trainer uses this wandb run, and adds only TrainingArguments and the model's config.
         config = redacted({**settings.resolved, "git": git_state()})
         config = json.loads(json.dumps(config, default=str))

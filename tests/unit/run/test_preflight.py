@@ -3,6 +3,7 @@
 import contextlib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,15 +17,21 @@ from utils.run import preflight
 from utils.run.preflight import check_place, check_storage, known_files
 
 MIB = 2**20
-UNLIMITED = SimpleNamespace(run=SimpleNamespace(max_gpu_hours=None))
 
 
-def check(output_dir: Path, checkpoint_bytes: int, rank: int = 0, hosts=("n1",)) -> None:
-    plan = SimpleNamespace(
-        checkpoint_bytes=checkpoint_bytes, total_steps=10, scheduled_saves=1, settings=UNLIMITED
+def plan_of(output_dir: Path, checkpoint_bytes: int, keep: int | None = 3, saves: int = 1) -> Any:
+    settings = SimpleNamespace(
+        output_dir=output_dir,
+        run=SimpleNamespace(max_gpu_hours=None),
+        training=SimpleNamespace(save_total_limit=keep),
     )
-    launch = LaunchFacts(rank, len(hosts), "ddp", hosts, "cpu")
-    check_storage(output_dir, plan, 3, launch)
+    return SimpleNamespace(
+        checkpoint_bytes=checkpoint_bytes, total_steps=10, scheduled_saves=saves, settings=settings
+    )
+
+
+def check(output_dir: Path, checkpoint_bytes: int) -> None:
+    check_storage(plan_of(output_dir, checkpoint_bytes), LaunchFacts(0, 1, "ddp", ("n1",), "cpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -66,15 +73,13 @@ def test_a_new_run_needs_as_many_as_will_be_there_at_once(tmp_path, monkeypatch)
     monkeypatch.setattr(discovery, "RESERVE_BYTES", 0)
     monkeypatch.setattr(discovery, "free_bytes", free := mock.Mock())
     for keep, saves, most in ((2, 10, 3), (5, 10, 5), (5, 4, 4), (2, 0, 1), (None, 10, 2)):
-        plan = SimpleNamespace(
-            checkpoint_bytes=MIB, total_steps=10, scheduled_saves=saves, settings=UNLIMITED
-        )
+        plan = plan_of(tmp_path, MIB, keep, saves)
         free.return_value = most * MIB
-        check_place(tmp_path, plan, keep)
+        check_place(plan)
         free.return_value -= 2000
         told = rf"n1: {most} more .* of about 1.0 MiB.* KiB are missing. Make room"
         with pytest.raises(StorageError, match=told):
-            check_place(tmp_path, plan, keep)
+            check_place(plan)
 
 
 def test_a_run_directory_whose_files_lead_elsewhere_is_refused(tmp_path):

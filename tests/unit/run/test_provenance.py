@@ -139,8 +139,9 @@ def test_mlflow_finds_its_run_and_keeps_user_settings(tmp_path, monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     monkeypatch.setenv("MLFLOW_TAGS", '{"team": "x"}')
-    settings = SimpleNamespace(training=SimpleNamespace(report_to=["mlflow"]), resolved={})
-    prepare_trackers(settings, "run", tmp_path, "a1b2c3d4", 0)
+    training = SimpleNamespace(report_to=["mlflow"])
+    settings = SimpleNamespace(training=training, resolved={}, output_dir=tmp_path)
+    prepare_trackers(settings, "run", "a1b2c3d4", 0)
     assert asked == ["stoker", "tags.stoker_run_id = 'a1b2c3d4'"]
     assert os.environ["MLFLOW_TRACKING_URI"] == f"sqlite:///{tmp_path}/mlflow.db"
     assert json.loads(os.environ["MLFLOW_TAGS"]) == {"team": "x", "stoker_run_id": "a1b2c3d4"}
