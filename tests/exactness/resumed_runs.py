@@ -126,7 +126,7 @@ def cut(whole: Path, step: int, run: Path) -> None:
 
 def outcome(run: Path) -> dict[str, Any]:
     """Return, as JSON, the results of a finished run that must not depend on the cut."""
-    from utils.callbacks.journal import read_journal
+    from utils.host.journal_file import read_journal
 
     last = run / f"checkpoint-{STEPS}"
     state = json.loads((last / "trainer_state.json").read_text())

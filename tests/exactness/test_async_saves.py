@@ -11,8 +11,8 @@ from kill_scenes import committed
 from launching import run_processes
 
 import pretrain
-from utils.callbacks.journal import read_journal
 from utils.config.errors import ExitCode
+from utils.host.journal_file import read_journal
 
 pytestmark = pytest.mark.slow
 EXHAUSTIVE = pytest.mark.exhaustive

@@ -12,11 +12,11 @@ import tiny
 from torch.serialization import set_crc32_options
 
 import pretrain
-from utils.callbacks.journal import read_journal
 from utils.checkpoints import files
 from utils.checkpoints.discovery import checkpoint_problems
 from utils.checkpoints.store import Checkpoints
 from utils.config.errors import ExitCode
+from utils.host.journal_file import read_journal
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ import tiny
 
 import pretrain
 import sft_train
-from utils.callbacks.journal import read_journal
 from utils.config.errors import ConfigurationError
+from utils.host.journal_file import read_journal
 
 pytestmark = pytest.mark.slow
 

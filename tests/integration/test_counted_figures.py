@@ -9,9 +9,9 @@ import tiny
 import torch
 from launching import run_processes
 
-from utils.callbacks.journal import read_journal
 from utils.data.packing import plan_packing
 from utils.data.token_dataset import open_token_dataset
+from utils.host.journal_file import read_journal
 from utils.training.losses import EvaluationTotals
 from utils.training.trainer import PackedTrainer
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pretrain
 import sft_train
-from utils.callbacks.journal import read_journal
+from utils.host.journal_file import read_journal
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import pytest
 import tiny
 from launching import ROOT, on_terminal, press_ctrl_c, quiet_environment
 
-from utils.callbacks import live
+from utils.callbacks import journal
 from utils.callbacks.progress import Progress
 from utils.host.run_lock import BY_USER
 
@@ -79,9 +79,9 @@ def test_a_dumb_terminal_gets_no_view_nor_does_who_turns_it_off(monkeypatch):
     ):  # fmt: skip
         monkeypatch.setenv("TERM", term)
         terminal.encoding = encoding
-        assert live.fits_terminal() == fits
+        assert journal.fits_terminal() == fits
     terminal.encoding = "utf-8"
     for disabled, rank in ((True, 0), (None, 1)):
-        view = live.LiveView(Progress(), lambda: None)
+        view = journal.LiveView(Progress(), None)
         view.on_train_begin(SimpleNamespace(disable_tqdm=disabled, process_index=rank), None)
         assert not hasattr(view, "state")

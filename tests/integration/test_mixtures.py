@@ -17,11 +17,11 @@ from launching import run_processes
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from utils.callbacks.journal import read_journal
 from utils.data.loader import PackedDataset
 from utils.data.order import SampleOrder
 from utils.data.packing import plan_packing
 from utils.data.token_dataset import open_token_dataset
+from utils.host.journal_file import read_journal
 
 pytestmark = pytest.mark.slow
 

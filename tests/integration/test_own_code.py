@@ -13,9 +13,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import prepare_data
-from utils.callbacks.journal import read_journal
 from utils.config.errors import ConfigurationError
 from utils.config.settings import parse_fine_tuning, parse_pretraining
+from utils.host.journal_file import read_journal
 from utils.training.callbacks import OwnCallbacks
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "own-code.md"

@@ -9,8 +9,8 @@ from families import tiny_config, tiny_model
 from launching import run_processes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from utils.callbacks.journal import read_journal
 from utils.config.errors import ConfigurationError
+from utils.host.journal_file import read_journal
 from utils.prepare.encoding import load_prompts
 
 pytestmark = pytest.mark.slow

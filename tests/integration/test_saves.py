@@ -13,10 +13,10 @@ from launching import wait_until
 from provoked_runs import STEPS, Provoke, assert_the_same_end, touch, trainer_state
 from transformers import TrainerCallback
 
-from utils.callbacks.journal import read_journal
 from utils.checkpoints.files import MANIFEST, flush_and_record, read_manifest
 from utils.checkpoints.store import MEMORY, PREFIX
 from utils.config.errors import ExitCode, StorageError
+from utils.host.journal_file import read_journal
 
 pytestmark = pytest.mark.slow
 

@@ -22,8 +22,8 @@ from provoked_runs import (
     trainer_state,
 )
 
-from utils.callbacks.journal import read_journal
 from utils.config.errors import ConfigurationError, ExitCode, NoProgressError
+from utils.host.journal_file import read_journal
 
 pytestmark = pytest.mark.slow
 

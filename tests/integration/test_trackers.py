@@ -16,7 +16,7 @@ import tiny
 from launching import ROOT, quiet_environment
 from wandb_server import wandb_server
 
-from utils.callbacks.journal import read_journal
+from utils.host.journal_file import read_journal
 
 # Every spelling of the secret contains these words.
 WORDS = ("Xq7canary", "Yq8canary", "Zq9canary")

@@ -82,7 +82,7 @@ def flags(**settings: object) -> list[str]:
 
 def figures(output_dir: Path, *names: str) -> torch.Tensor:
     """Return these figures of every journal line that has them."""
-    from utils.callbacks.journal import read_journal
+    from utils.host.journal_file import read_journal
 
     lines = read_journal(output_dir / "metrics.jsonl")
     return torch.tensor([line[name] for line in lines for name in names if name in line])
@@ -90,7 +90,7 @@ def figures(output_dir: Path, *names: str) -> torch.Tensor:
 
 def evaluations(output_dir: Path, split: str) -> dict[int, float]:
     """Return the losses of a split by step."""
-    from utils.callbacks.journal import read_journal
+    from utils.host.journal_file import read_journal
 
     metric = f"eval_{split}_loss"
     lines = read_journal(output_dir / "metrics.jsonl")
@@ -99,7 +99,7 @@ def evaluations(output_dir: Path, split: str) -> dict[int, float]:
 
 def train_lines(output_dir: Path) -> list[dict]:
     """Return the training logs of a run from its journal."""
-    from utils.callbacks.journal import read_journal
+    from utils.host.journal_file import read_journal
 
     return [line for line in read_journal(output_dir / "metrics.jsonl") if line["event"] == "train"]
 

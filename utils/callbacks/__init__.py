@@ -1,8 +1,7 @@
 """Callbacks that act at events of training; utils/run/finish.py creates them.
 
 progress    the phase, step and micro-batch of this rank, for status.py and error reports
-journal     writes metrics.jsonl and the readable log lines
-live        on a terminal, a progress display below the log lines
+journal     writes metrics.jsonl and the readable log lines; a live view on a terminal
 metrics     metrics of training logs: speed, MFU, a mixture's sources, the slowest rank
 memory      each rank's memory by phase, and the report of a run that ran out of memory
 profiler    a trace of `profile_steps`, and a table of the most expensive kernels

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from utils.callbacks.journal import Journal
 from utils.host.redaction import redacted
+from utils.model.probe import fork_random
 
 if TYPE_CHECKING:
     from utils.prepare.encoding import Prompt
@@ -126,7 +127,7 @@ class Samples:
 
 @contextmanager
 def _generating(trainer: Any, max_new_tokens: int) -> Iterator[None]:
-    model, device = trainer.model, trainer.args.device
+    model = trainer.model
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     before, attention = base.generation_config, base.config._attn_implementation
     trains, packed = model.training, attention not in ("sdpa", "eager")
@@ -137,8 +138,8 @@ def _generating(trainer: Any, max_new_tokens: int) -> Iterator[None]:
     settings.pad_token_id = next(
         (each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None), 0
     )
-    devices = [device] if device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+    forked = fork_random(trainer.args.device)
+    with torch.no_grad(), forked, torch.compiler.set_stance("force_eager"):
         try:
             base.generation_config = settings
             if packed:

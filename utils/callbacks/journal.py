@@ -1,53 +1,57 @@
-"""Writer of training logs, evaluations and saves: JSON lines in metrics.jsonl, and log lines.
+"""Training logs, evaluations and saves in metrics.jsonl, in the log and live on a terminal.
 
-utils/host/journal_file.py reads the file.
+utils/host/journal_file.py reads metrics.jsonl.
 """
 
+import atexit
+import contextlib
 import dataclasses
 import logging
 import math
+import os
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 from transformers import TrainerCallback, TrainerState
 from typing_extensions import override
 
 from utils.callbacks.memory import MemoryMonitor, fullest_rank
+from utils.callbacks.progress import Phase, Progress
+from utils.callbacks.stop import StopWatch
 from utils.checkpoints.discovery import DAMAGED, set_aside
 from utils.checkpoints.store import Checkpoints
-from utils.host.journal_file import (
-    FILE_NAME,
-    duration,
-    read_journal,
-    read_lines,
-    skipped,
-    strict_json,
-)  # fmt: skip
+from utils.host.journal_file import FILE_NAME, duration, read_lines, skipped, strict_json
 from utils.host.run_lock import known_loss
 from utils.launch.ledger import Fault, number, record
-
-__all__ = ["Journal", "read_journal", "readable_line"]
 
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 2**26  # read at the end of metrics.jsonl; other ranks wait meanwhile
+LEVELS = "▁▂▃▄▅▆▇█"
+LONG_S = 5.0  # a phase that takes longer shows its time on the terminal
 
 
 class Journal(TrainerCallback):
     """Writes metrics.jsonl (see docs/metrics.md) and a readable log line, on rank 0.
 
-    `stopped` returns why the run ended early, or "". `limit_s` returns the seconds until the job's
-    time limit, or None. `gpus`: the UUID of each rank's GPU.
+    `gpus`: the UUID of each rank's GPU.
     """
 
     def __init__(
-        self, checkpoints: Checkpoints, memory: MemoryMonitor, stopped: Callable[[], str],
-        limit_s: Callable[[], float | None] = lambda: None, gpus: Sequence[str] = (),
+        self, checkpoints: Checkpoints, memory: MemoryMonitor, stop: StopWatch,
+        gpus: Sequence[str] = (),
     ):  # fmt: skip
         self.path = checkpoints.output_dir / FILE_NAME
         self.checkpoints, self.memory = checkpoints, memory
-        self.stopped, self.limit_s = stopped, limit_s
+        self.stop = stop
         self.gpus, self.slowest, self.slow_times = gpus, 0, list[float]()
         self.slow_nodes: set[str] = set()  # in the ledger of bad nodes
         self.saves_written, self.memory_of = 0, dict[int, Any]()  # at a save, by step
@@ -90,8 +94,8 @@ class Journal(TrainerCallback):
             line |= {"event": "eval", "split": split or None}
         elif "train_runtime" in logs:
             # Trainer's log at the end of training.
-            reason = self.stopped()
-            line |= {"event": "stopped", "reason": reason} if reason else {"event": "summary"}
+            stopped = {"event": "stopped", "reason": self.stop.reason}
+            line |= stopped if self.stop.stopped else {"event": "summary"}
             logged = [entry["loss"] for entry in state.log_history if "loss" in entry]
             if logged:
                 line["last_loss"] = logged[-1]
@@ -103,7 +107,7 @@ class Journal(TrainerCallback):
                 self._note_slow_node(line)
         self.write(line)
         if line["event"] != "stopped":  # finish_run logs it, with the checkpoint
-            logger.info("%s", readable_line(line, self.limit_s()))
+            logger.info("%s", readable_line(line, self.stop.limit_s()))
 
     def _note_slow_node(self, line: Mapping[str, Any]) -> None:
         """Record a node, once, whose rank was by far the slowest in SLOW_LOGS logs and SLOW_S."""
@@ -207,3 +211,70 @@ def _remarks(line: Mapping[str, Any], limit_s: float | None) -> list[str]:
     if graphs := line.get("graphs_compiled"):
         remarks.append(f"compiled {graphs} graph{'s' * (graphs > 1)} meanwhile")
     return remarks
+
+
+class LiveView(TrainerCallback):
+    """Draws the progress and the last training log in a thread of rich, until `close`.
+
+    Drawing waits for no device and no rank. `disable_tqdm` turns the display off.
+    """
+
+    def __init__(self, progress: Progress, stop: StopWatch):
+        self.progress, self.stop, self.live = progress, stop, contextlib.ExitStack()
+        self.figures: dict[str, Any] = {}
+        self.losses: deque[float] = deque(maxlen=24)  # in the sparkline
+
+    @override
+    def on_train_begin(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
+        if args.disable_tqdm or args.process_index or not fits_terminal():
+            return
+        self.state = state
+        for logs in state.log_history:  # of a resumed run
+            self.on_log(logs=logs)
+        # With soft_wrap the terminal wraps log lines, and rich does not.
+        console, before = Console(highlight=False, soft_wrap=True), sys.stdout
+        self.live.enter_context(Live(  # redraws take a millisecond or two of a CPU core
+            console=console, get_renderable=self._drawn, refresh_per_second=2, transient=True,
+            redirect_stderr=sys.stderr.isatty(),
+        ))  # fmt: skip
+        console.show_cursor(True)  # a killed process could not make the cursor visible again
+        for handler in logging.root.handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+                handler.setStream(sys.stdout)  # now rich's stream
+                self.live.callback(handler.setStream, before)
+        atexit.register(self.live.close)  # after an error or Ctrl-C
+
+    def close(self) -> None:
+        """Remove the display and restore stdout for the log."""
+        self.live.close()
+
+    @override
+    def on_log(self, *_: Any, logs: Mapping[str, Any] | None = None, **__: Any) -> None:
+        if logs and "loss" in logs:
+            self.figures = dict(logs)
+            self.losses += [logs["loss"]] if math.isfinite(logs["loss"]) else []
+
+    def _drawn(self) -> Group:
+        step, steps, now = self.state.global_step, self.state.max_steps, self.progress
+        doing = str(now.phase)
+        if now.phase == Phase.EVALUATE and now.split:
+            doing += f" {now.split} {now.batches_done}/{now.batches}"
+        if (since_s := time.monotonic() - now.since) > LONG_S:
+            doing += f", for {duration(since_s)}"
+        values = list(self.losses)  # a copy: another thread may append a loss
+        low = min(values, default=0.0)
+        scale = (len(LEVELS) - 1) / ((max(values, default=low) - low) or 1.0)
+        losses = "".join(LEVELS[round((value - low) * scale)] for value in values)
+        row = Table.grid(padding=(0, 1))
+        row.add_row(
+            f"{step / max(steps, 1):4.0%}", ProgressBar(steps, step, 20), losses, Text(doing)
+        )
+        event = {**self.figures, "event": "train", "step": step, "max_steps": steps}
+        line = Text(readable_line(event, self.stop.limit_s()), no_wrap=False, overflow="fold")
+        return Group(row, line)
+
+
+def fits_terminal() -> bool:
+    """Return whether stdout is a terminal that can redraw lines and show Unicode bars."""
+    dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")
+    return sys.stdout.isatty() and not dumb and sys.stdout.encoding.lower().startswith("utf")

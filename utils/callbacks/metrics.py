@@ -71,8 +71,7 @@ class Throughput(TrainerCallback):
         self, clock: Callable[[], float] = time.perf_counter, context_parallel: int = 1
     ) -> None:
         self.clock, self.context_parallel = clock, context_parallel
-        self.first_step_time_s: float | None = None
-        self.recovery_s: float | None = None  # since the crash before a restart inside the job
+        self.of_first_step: dict[str, float] = {}  # figures for the first log
         self.window_step: int | None = None  # step of the last log; None before the first step
         self.flops_per_token = 0.0  # forward and backward; 0 if they cannot be counted
         self.mfu_per_rate: float | None = None  # MFU of one token per second and device
@@ -126,8 +125,9 @@ class Throughput(TrainerCallback):
         if first:
             if self.own:
                 self.own.take()
-            self.first_step_time_s = self.elapsed_s
-            self.recovery_s = recovery_s()
+            self.of_first_step = {"first_step_time_s": self.elapsed_s}
+            if (since_crash_s := recovery_s()) is not None:
+                self.of_first_step["recovery_s"] = since_crash_s
             self._begin_window()
 
     def _count_time(self) -> None:
@@ -156,11 +156,8 @@ class Throughput(TrainerCallback):
         steps = self.step - self.window_step
         self._count_time()
         figures: dict[str, float] = {"tokens_seen": self.loader.tokens_seen.count(self.step)}
-        if self.first_step_time_s is not None:
-            figures["first_step_time_s"] = self.first_step_time_s
-            if self.recovery_s is not None:
-                figures["recovery_s"] = self.recovery_s
-            self.first_step_time_s = self.recovery_s = None
+        figures |= self.of_first_step
+        self.of_first_step = {}
         if steps:
             waited_s = self.loader.wait_s - self.window_wait_s
             ranks = gathered((self.elapsed_s, waited_s, *(self.own.take() if self.own else ())))

@@ -12,13 +12,13 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
-from utils.callbacks.journal import duration, read_journal
 from utils.checkpoints.files import CONFIG, FINAL
 from utils.checkpoints.record import RunRecord, settings_in_force
 from utils.config.arguments import train_sources
 from utils.config.declarations import NOTHING, shown
 from utils.data.token_dataset import TokenDataset
 from utils.host.foreign import read_object
+from utils.host.journal_file import duration, read_journal
 from utils.host.redaction import redact
 from utils.publish.hub import ADAPTER_CONFIG, CARD, HUB_NAME
 

@@ -11,8 +11,7 @@ import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from utils.callbacks.evaluation import EarlyStopping, Samples
-from utils.callbacks.journal import Journal
-from utils.callbacks.live import LiveView
+from utils.callbacks.journal import Journal, LiveView
 from utils.callbacks.memory import MemoryMonitor, memory_page
 from utils.callbacks.metrics import MixtureShares, Throughput
 from utils.callbacks.nonfinite import NonFiniteGuard
@@ -79,9 +78,7 @@ def run_callbacks(
     )  # fmt: skip
     # The peak of short micro-batches does not tell which batch of long ones would fit.
     memory = MemoryMonitor(0 if plan.to_longest else plan.memory.sequence_bytes)
-    journal = Journal(
-        checkpoints, memory, lambda: stop.reason if stop.stopped else "", stop.limit_s, launch.gpus
-    )
+    journal = Journal(checkpoints, memory, stop, launch.gpus)
     return Callbacks(
         progress=progress,
         epochs=DataEpochs(),
@@ -99,7 +96,7 @@ def run_callbacks(
         resume_check=ResumeCheck(
             options.verify_resume_steps, settings.training.full_determinism, journal
         ),
-        live=LiveView(progress, stop.limit_s),
+        live=LiveView(progress, stop),
         samples=Samples(data.prompts, options.sample_max_new_tokens, journal),
         balance=balance,
         source_losses=source_losses,

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from utils.callbacks.live import fits_terminal
+from utils.callbacks.journal import fits_terminal
 from utils.config.errors import ExitCode
 from utils.config.settings import RunSettings
 from utils.host.redaction import redact, redacted

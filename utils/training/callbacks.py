@@ -12,8 +12,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
 from utils.callbacks.evaluation import EarlyStopping, Samples
-from utils.callbacks.journal import Journal
-from utils.callbacks.live import LiveView
+from utils.callbacks.journal import Journal, LiveView
 from utils.callbacks.memory import MemoryMonitor
 from utils.callbacks.metrics import MixtureShares, Throughput
 from utils.callbacks.nonfinite import NonFiniteGuard

@@ -19,7 +19,8 @@ def write(folder, events, start_step=0, rank=0, max_steps=10, stopped=""):
     """Write one start of a run; `events` are (step, logs)."""
     checkpoints = SimpleNamespace(output_dir=folder, saves=[])
     memory = SimpleNamespace(by_rank=[{"rank": 0}], measure=lambda: None)
-    journal = Journal(checkpoints, memory, lambda: stopped)
+    stop = SimpleNamespace(stopped=bool(stopped), reason=stopped, limit_s=lambda: None)
+    journal = Journal(checkpoints, memory, stop)
     state = TrainerState(
         global_step=start_step, max_steps=max_steps, is_world_process_zero=rank == 0
     )
@@ -161,7 +162,8 @@ def test_a_node_that_is_slowest_in_ten_logs_and_five_minutes_is_noted_once(tmp_p
     state = TrainerState(global_step=1, max_steps=9, is_world_process_zero=True)
 
     def noted(*logs: tuple[int, float], every: float = 60.0) -> list[dict]:
-        journal = Journal(checkpoints, memory, str, gpus=["GPU-0", "GPU-1"])
+        stop = SimpleNamespace(stopped=False, reason="", limit_s=lambda: None)
+        journal = Journal(checkpoints, memory, stop, gpus=["GPU-0", "GPU-1"])
         ledger.write_text("")
         for at, (rank, cost) in enumerate(logs):
             monkeypatch.setattr(time, "monotonic", lambda: at * every)  # noqa: B023

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from utils.callbacks.journal import read_journal
 from utils.config.errors import ConfigurationError
+from utils.host.journal_file import read_journal
 from utils.observe import history
 from utils.observe.endings import End, end_of_run, start_in_words
 from utils.observe.history import read_run
