@@ -144,7 +144,7 @@ class LowPrecisionAdamW(AdamW):
             unit, spans = block_size(weight.shape) or 1, self.spans.setdefault(weight, [])
             rows = len(random_words(weight.device, unit))
             first = _first_element(weight) // unit
-            end = first + _local(weight).numel() // unit
+            end = first + local_part(weight).numel() // unit
             if first == end:  # this rank has no rows of the weight
                 continue
             before = len(keys) - first // rows  # where this weight's period 0 would be in `keys`
@@ -281,13 +281,14 @@ def compiled_update(
 def _in_rows(tensors: State, unit: int) -> State:
     """View each tensor as (rows, unit), and scales as (rows,); leave out the step count."""
     return {
-        name: _local(tensor).view(-1, *(() if name.endswith(SCALE) else (unit,)))
+        name: local_part(tensor).view(-1, *(() if name.endswith(SCALE) else (unit,)))
         for name, tensor in tensors.items()
         if name != "step"
     }
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Any) -> Tensor:
+    """Return this rank's part of a tensor, without gradient; it shares the memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 

@@ -15,8 +15,7 @@ from utils.checkpoints.files import Manifest, flush_and_record, list_files, writ
 from utils.config.errors import ConfigurationError
 from utils.model.stages import find_stage, weights_directory, weights_origin
 from utils.model.weights import base_weights
-from utils.training.muon import MuonAdamW
-from utils.training.optimizer import InheritedOptimizer
+from utils.training.optimizer import InheritedOptimizer, MuonAdamW
 
 
 def model_directory(directory: Path, *names: str) -> Path:

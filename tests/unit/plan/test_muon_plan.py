@@ -15,7 +15,7 @@ from utils.model.adapters import plan_adapters, trained_matrices, with_adapters
 from utils.plan.memory_estimate import estimate_memory
 from utils.plan.rehearsal import muon_options
 from utils.plan.run_plan import choose_optimizer_states
-from utils.training.muon import make_muon
+from utils.training.optimizer import make_muon
 
 GPT2 = AutoConfig.for_model("gpt2", n_embd=64, n_layer=2, n_head=4, n_positions=64, vocab_size=512)
 LORA = {"use_peft": "true", "lora_r": 4, "model_name_or_path": "m", "model_config": None}

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from utils.training.muon import MuonAdamW
+from utils.training.optimizer import MuonAdamW
 
 RATE, DECAY, MOMENTUM, ITERATIONS, STEPS = 1e-2, 0.1, 0.9, 5, 4
 SHAPES = ((48, 64), (64, 40), (3, 20, 30), (8,))  # wide, tall, three experts, a norm
