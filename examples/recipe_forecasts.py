@@ -31,7 +31,7 @@ from utils.kernels.varlen import NAME  # noqa: E402
 from utils.launch.processes import LaunchFacts, requested_replicas, requested_strategy  # noqa: E402
 from utils.model.adapters import plan_adapters  # noqa: E402
 from utils.model.attention import OPEN, AttentionChoice  # noqa: E402
-from utils.model.compilation import choose_compilation  # noqa: E402
+from utils.model.layers import choose_compilation  # noqa: E402
 from utils.model.loss_head import LossHeadChoice  # noqa: E402
 from utils.plan.forecast import (  # noqa: E402
     Planner,

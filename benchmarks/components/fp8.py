@@ -148,8 +148,7 @@ def step_of(recipe: str, shape: dict[str, Any], rows: int, length: int) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from utils.kernels.linear_cross_entropy import linear_cross_entropy
-    from utils.model.compilation import compile_layers
-    from utils.model.float8 import Float8Plan, float8_layers
+    from utils.model.layers import Float8Plan, compile_layers, float8_layers
 
     config = AutoConfig.for_model(**shape)
     config._attn_implementation = "sdpa"

@@ -20,7 +20,7 @@ from benchmarks.comparisons.turns import run_process
 from benchmarks.hardware.circumstances import ROOT, circumstances
 from benchmarks.progress import say
 from benchmarks.workloads.workload import LLAMA_11M, LLAMA_23M, Workload, make_workload
-from utils.model.compilation import CHOICES
+from utils.model.layers import CHOICES
 
 BOUND = {"cpu": 1.0, "cuda": 0.10}  # a process on a CPU takes up to twice what its tensors do
 STEPS = 3

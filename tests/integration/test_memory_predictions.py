@@ -5,7 +5,7 @@ import tiny
 import torch
 
 from benchmarks.memory.predictions import BOUND, SHAPES, measure
-from utils.model.compilation import CHOICES
+from utils.model.layers import CHOICES
 from utils.plan import memory_plan
 
 pytestmark = pytest.mark.slow

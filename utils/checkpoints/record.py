@@ -19,11 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from utils.checkpoints.discovery import (
-    DAMAGED,
-    numbered_checkpoints,
-    set_aside,
-)
+from utils.checkpoints.discovery import DAMAGED, numbered_checkpoints, set_aside
 from utils.checkpoints.files import (
     CONFIG,
     FINAL,

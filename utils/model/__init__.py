@@ -7,10 +7,8 @@ adapters                LoRA's adapters; freezes weights that get no gradient
 architecture            class, text model, experts and image towers of an architecture; xLSTM
 probe                   a small random model of the same architecture, for checks
 attention               chooses the kernel; proves that packed documents do not see each other
-loss_head               the last layer with its loss, and the experts' load-balancing term
-own_loss                a training loss from a file of the user
-compilation             activation checkpointing, and compilation of single layers
-float8                  linear layers that multiply in 8 bits, by torchao
+loss_head               the last layer with its loss, load balancing of experts, a user's loss
+layers                  activation checkpointing, compilation and products in 8 bits
 flops                   model FLOPs per token and peaks of known GPUs, for MFU
 finished_model          generation settings and other files of final/
 """

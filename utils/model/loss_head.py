@@ -1,4 +1,4 @@
-"""The loss of a model: cross-entropy computed with the last layer, and load balancing of experts.
+"""The loss of a model: cross-entropy by the last layer, load balancing of experts, or a user's own.
 
 The load-balancing loss of E experts is E * sum over experts e of f_e * p_e. f_e is the number of
 assignments to e per token, and p_e the mean router probability of e, over the tokens of all layers
@@ -6,6 +6,11 @@ assignments to e per token, and p_e the mean router probability of e, over the t
 over tokens, so its average over micro-batches would depend on their sizes. Therefore f_e is first
 counted over the whole global batch, without a gradient. With f_e fixed, the loss is a sum over
 tokens, and any division into micro-batches gives the same loss.
+
+The function of `--loss` gets logits (N, vocabulary) in float32, the targets (N,), and the position
+of each target in its document (N,), over all packed documents of a micro-batch. It returns the sum
+over the N tokens. The run divides the sum by the loss tokens of the global batch. Evaluations keep
+cross-entropy.
 """
 
 import functools
@@ -22,6 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from utils.config.errors import ConfigurationError
+from utils.config.own_code import load_own
 from utils.kernels.linear_cross_entropy import IGNORED, LogitTerms, linear_cross_entropy
 from utils.model.architecture import (
     EXPERTS_PER_TOKEN,
@@ -116,16 +122,16 @@ class LossHeadChoice:
                 return original(*args, **kwargs)
             items: dict[str, Any] = {"num_items_in_batch": num_items_in_batch}
             sources, shift_labels = (kwargs.pop(name, None) for name in ("sources", "shift_labels"))
-            routed = router is not None and sequence_tokens is not None
+            term = None if sequence_tokens is None else router
             if has_term:
-                kwargs[SWITCH] = routed
-            if not fused and not routed and shift_labels is None:
+                kwargs[SWITCH] = term is not None
+            if not fused and term is None and shift_labels is None:
                 return original(*args, labels=labels, **items, **kwargs)
             following = next_labels(labels) if shift_labels is None else shift_labels
             run = body_of(self) if fused or count_only else original
             outputs, made = run(*args, **kwargs), LossOutput()
-            if router is not None and sequence_tokens is not None:
-                made = count_routed(outputs.router_logits, sequence_tokens, router)
+            if term is not None and sequence_tokens is not None:
+                made = count_routed(outputs.router_logits, sequence_tokens, term)
             if count_only:
                 return made
             if not fused:
@@ -134,10 +140,12 @@ class LossHeadChoice:
                 made.loss = self.loss_function(logits, labels, size, **items)
                 made.hits = None if self.training else logits.argmax(-1) == following
                 return made
-            hidden = outputs.last_hidden_state
-            total, losses, hits = _head_losses(self, hidden, following, loss_positions)
+            if loss_positions is None:
+                loss_positions = find_loss_positions(following)
+            hidden = outputs.last_hidden_state.flatten(0, 1).index_select(0, loss_positions)
+            targets = following.flatten().index_select(0, loss_positions)
+            total, losses, made.hits = self.get_output_embeddings()(hidden, targets=targets)
             made.loss = total / (len(losses) if num_items_in_batch is None else num_items_in_batch)
-            made.hits = hits
             made.by_source = _sums_by_source(losses, loss_positions, sources, labels.shape[1])
             return made
 
@@ -159,25 +167,14 @@ def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
 
     layer: Any = head
     layer.forward = types.MethodType(head_forward, head)
-    unlike_its_own: Any = model
-    unlike_its_own.accepts_loss_kwargs = True  # Gemma 4's class sets it to False
-
-
-def _head_losses(
-    model: Any, hidden: torch.Tensor, following: torch.Tensor, positions: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the results of `linear_cross_entropy` for the loss tokens of hidden (B, T, width)."""
-    positions = find_loss_positions(following) if positions is None else positions
-    targets = following.flatten().index_select(0, positions)
-    head: Any = model.get_output_embeddings()
-    return head(hidden.flatten(0, 1).index_select(0, positions), targets=targets)
+    vars(model)["accepts_loss_kwargs"] = True  # Gemma 4's class sets it to False
 
 
 def _sums_by_source(
-    losses: torch.Tensor, positions: torch.Tensor | None, sources: torch.Tensor | None, length: int
+    losses: torch.Tensor, positions: torch.Tensor, sources: torch.Tensor | None, length: int
 ) -> torch.Tensor | None:
     """Return the sum and the number of losses of each data source, float64 (2, sources)."""
-    if sources is None or positions is None:
+    if sources is None:
         return None
     own = sources.index_select(1, positions // length)
     # Masked sums, because index_add on a GPU adds in a different order each time.
@@ -218,20 +215,18 @@ def choose_loss_head(
     trains the last layer or rows of new tokens. Raises ConfigurationError if "fused" is requested
     and not possible.
     """
-    problem = None
-    if requested != "logits":
-        proved = ""
-        if adapted:
-            problem = "LoRA trains the last layer or rows of new tokens"
-        else:
-            try:
-                problem = _problem(model_config, device or CPU)
-            except ProbeError as error:
-                problem = None if device is None else error.problems[0]
-                proved = "; tested where the run trains"
-        if problem is None:
-            reason = f"last layer and cross-entropy in one, some tokens at a time{proved}"
-            return LossHeadChoice("fused", f"{requested}: fused, {reason}", router)
+    problem, proved = None, ""
+    if adapted and requested != "logits":
+        problem = "LoRA trains the last layer or rows of new tokens"
+    elif requested != "logits":
+        try:
+            problem = _problem(model_config, device or CPU)
+        except ProbeError as error:
+            problem = None if device is None else error.problems[0]
+            proved = "; tested where the run trains"
+    if problem is None and requested != "logits":
+        reason = f"last layer and cross-entropy in one, some tokens at a time{proved}"
+        return LossHeadChoice("fused", f"{requested}: fused, {reason}", router)
     if requested == "fused":
         raise ConfigurationError(f"--loss_head fused: {problem}; use auto")
     why = f"for {problem}" if problem else "as requested"
@@ -241,9 +236,8 @@ def choose_loss_head(
 def _problem(model_config: PretrainedConfig, device: torch.device) -> str | None:
     """Return why the loss cannot be "fused", or None. Raises ProbeError as `probe_config` does."""
     config = probe_config(model_config, device)
-    text: Any = config.get_text_config()
-    if hasattr(text, SWITCH):
-        setattr(text, SWITCH, False)  # compare only the cross-entropy
+    if hasattr(config.get_text_config(), SWITCH):
+        setattr(config.get_text_config(), SWITCH, False)  # compare only the cross-entropy
     model = build_probe_model(config, "eager", device)
     name = type(model).__name__
     if type(model.get_output_embeddings()) is not nn.Linear:
@@ -350,3 +344,56 @@ def count_routed(
         probabilities = probabilities + (shares * real[:, None]).sum(dim=0)
     layers = torch.full((), len(router_logits), device=real.device)
     return LossOutput(assignments=assignments, probabilities=probabilities, layers=layers)
+
+
+def check_own_loss(entry: str) -> None:
+    """Raise ConfigurationError unless the function returns a sum over tokens with a gradient."""
+    function, generator = load_own(entry), torch.Generator().manual_seed(0)
+    logits = torch.randn(7, 11, generator=generator).requires_grad_()
+    targets, places = torch.arange(7), torch.arange(1, 8)
+    parts = (slice(0, 7), slice(0, 3), slice(3, 7))
+    try:
+        whole, *halves = (function(logits[part], targets[part], places[part]) for part in parts)
+        (gradient,) = torch.autograd.grad(whole, logits)
+    except Exception as error:  # the user's function may raise anything
+        raise ConfigurationError(f"--loss {entry}: {type(error).__name__}: {error}") from error
+    same = whole.ndim == 0 and torch.allclose(whole, sum(halves), rtol=1e-4)
+    if not same or not gradient.any():
+        raise ConfigurationError(
+            f"--loss {entry}: return a sum over tokens with a gradient, not a mean: the loss of 7 "
+            "tokens is not the sum of the losses of 3 and of 4. The run divides by the loss tokens "
+            "of the global batch."
+        )
+
+
+def install_own_loss(model: PreTrainedModel, entry: str) -> None:
+    """Let model.forward compute the user's loss in training; call this before PEFT wraps it."""
+    function, original = load_own(entry), model.forward
+
+    @functools.wraps(original)
+    def forward(
+        self: Any, *args: Any, labels: torch.Tensor | None = None,
+        num_items_in_batch: Any = None, loss_positions: torch.Tensor | None = None,
+        shift_labels: torch.Tensor | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        if labels is None:
+            return original(*args, **kwargs)
+        logits = original(*args, **kwargs).logits
+        following = next_labels(labels) if shift_labels is None else shift_labels
+        chosen = find_loss_positions(following) if loss_positions is None else loss_positions
+        of_tokens = logits.flatten(0, 1).index_select(0, chosen).float()
+        targets = following.flatten().index_select(0, chosen)
+        if not self.training:
+            total = functional.cross_entropy(of_tokens, targets, reduction="sum")
+            return LossOutput(loss=total / num_items_in_batch, hits=of_tokens.argmax(-1) == targets)
+        if not len(chosen):  # a micro-batch of padding
+            return LossOutput(loss=of_tokens.sum())
+        positions = kwargs.get("position_ids")
+        if positions is None:  # each sequence is one document
+            positions = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
+        # A target follows its prediction in the same document.
+        places = positions.flatten().index_select(0, chosen) + 1
+        return LossOutput(loss=function(of_tokens, targets, places) / num_items_in_batch)
+
+    model.forward = types.MethodType(forward, model)
+    vars(model)["accepts_loss_kwargs"] = True  # False in the classes of Qwen3.5 and Gemma 4

@@ -8,13 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from utils.checkpoints.discovery import (
-    DAMAGED,
-    DELETING,
-    INCOMPLETE,
-    own_checkpoint,
-    resume_point,
-)
+from utils.checkpoints.discovery import DAMAGED, DELETING, INCOMPLETE, own_checkpoint, resume_point
 from utils.checkpoints.files import (
     CONFIG,
     FINAL,

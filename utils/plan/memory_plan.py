@@ -15,8 +15,8 @@ from utils.host.machine import host_name, memory_room_bytes
 from utils.launch.processes import LaunchFacts
 from utils.model.adapters import plan_adapters
 from utils.model.architecture import causal_lm_class
-from utils.model.compilation import CHOICES
 from utils.model.finished_model import name_of
+from utils.model.layers import CHOICES
 from utils.plan.context_parallel import head_faults, hindrances
 from utils.plan.memory_estimate import (
     GIB,

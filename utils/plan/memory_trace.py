@@ -31,7 +31,7 @@ from utils.launch.processes import LaunchFacts
 from utils.model.adapters import with_adapters
 from utils.model.architecture import MISFITS, causal_lm_class
 from utils.model.attention import AttentionChoice, shape_inputs
-from utils.model.compilation import keep_products, marked_layers
+from utils.model.layers import keep_products, marked_layers
 from utils.model.loss_head import LossHeadChoice
 from utils.model.probe import torch_operators
 from utils.model.weights import COMPUTED, Quantized, quantized_layers, weights_dtype

@@ -25,7 +25,7 @@ from utils.data.order import GlobalBatchSampler
 from utils.launch.processes import LaunchFacts
 from utils.model.adapters import with_adapters
 from utils.model.architecture import MISFITS, causal_lm_class, first_line
-from utils.model.compilation import marked_layers
+from utils.model.layers import marked_layers
 from utils.plan.memory_estimate import GIB
 from utils.plan.memory_trace import Setup, layer_kinds
 

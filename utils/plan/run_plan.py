@@ -31,12 +31,10 @@ from utils.model.attention import (
     choose_isolated_attention,
     is_recurrent,
 )
-from utils.model.compilation import choose_compilation, pads_to_longest
 from utils.model.finished_model import name_of, saved_dtype
-from utils.model.float8 import Float8Plan, plan_float8
 from utils.model.flops import effective_length
-from utils.model.loss_head import LossHeadChoice, choose_loss_head, router_term
-from utils.model.own_loss import check_own_loss
+from utils.model.layers import Float8Plan, choose_compilation, pads_to_longest, plan_float8
+from utils.model.loss_head import LossHeadChoice, check_own_loss, choose_loss_head, router_term
 from utils.model.probe import CPU, ProbeError
 from utils.model.weights import COMPUTED, Quantized, check_quantization, weights_dtype
 from utils.plan.context_parallel import check_context_parallel

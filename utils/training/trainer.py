@@ -25,10 +25,10 @@ from utils.data.order import PADDING_SEQUENCE, eval_batches
 from utils.kernels.ulysses import context_group, cut_inputs, cut_positions
 from utils.launch.processes import exchange_in_bf16, has_replicas, tune_strategy
 from utils.model.attention import shape_inputs
-from utils.model.compilation import compile_layers, keep_products
 from utils.model.finished_model import finished_generation
-from utils.model.loss_head import next_labels
-from utils.model.own_loss import install_own_loss
+from utils.model.layers import compile_layers, keep_products
+from utils.model.loss_head import install_own_loss, next_labels
+from utils.model.probe import fork_random
 from utils.plan.run_data import RunData
 from utils.plan.run_plan import RunPlan
 from utils.training.callbacks import Callbacks
@@ -296,8 +296,7 @@ class PackedTrainer(SavingTrainer):
         longest = self.train_sequences.padded(to_longest=False)
         batch = self._prepare_inputs(longest.__getitems__(padding))
         model.train()
-        devices = [self.args.device] if self.args.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), self.compute_loss_context_manager():
+        with fork_random(self.args.device), self.compute_loss_context_manager():
             loss = model(**batch, use_cache=False, num_items_in_batch=1)["loss"]
             self.accelerator.backward(loss)
         model.zero_grad()

@@ -14,11 +14,7 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from utils.checkpoints import files
 from utils.checkpoints.adoption import adopt_checkpoint
-from utils.checkpoints.discovery import (
-    best_checkpoint,
-    committed_checkpoints,
-    resume_point,
-)
+from utils.checkpoints.discovery import best_checkpoint, committed_checkpoints, resume_point
 from utils.checkpoints.files import (
     DamagedCheckpointError,
     FileRecord,

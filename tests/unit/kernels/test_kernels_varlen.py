@@ -12,13 +12,7 @@ from torch.nn.attention import SDPBackend
 from utils.kernels import per_document, varlen
 from utils.kernels.per_document import Documents, ScoreTerms, per_document_sdpa
 from utils.kernels.ulysses import ContextGroup
-from utils.kernels.varlen import (
-    CUDNN,
-    PER_DOCUMENT,
-    AttentionNeeds,
-    find_kernels,
-    load_row_sdpa,
-)
+from utils.kernels.varlen import CUDNN, PER_DOCUMENT, AttentionNeeds, find_kernels, load_row_sdpa
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 LENGTHS = (5, 1, 9, 5, 4)

@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from utils.config.errors import ConfigurationError
 from utils.kernels.varlen import NAME, PER_DOCUMENT, register_packed_varlen
-from utils.model.compilation import (
+from utils.model.layers import (
     CACHE_VARIABLE,
     CHOICES,
     LEAST_GRAPHS,

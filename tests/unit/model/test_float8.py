@@ -10,8 +10,8 @@ from transformers import AutoConfig
 
 from utils.config.errors import ConfigurationError
 from utils.launch.processes import LaunchFacts
-from utils.model import float8
-from utils.model.float8 import ROWWISE, TENSORWISE, Float8Plan, float8_layers
+from utils.model import layers
+from utils.model.layers import ROWWISE, TENSORWISE, Float8Plan, float8_layers
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Bits of the fraction give the largest relative error of rounding to the nearest: 2**-(bits + 1).
@@ -108,12 +108,12 @@ LAUNCH = LaunchFacts(rank=0, world_size=1, strategy="single", hosts=("a",), devi
     ],
 )
 def test_the_device_decides(assume, device, capability, elsewhere, outcome, monkeypatch):
-    monkeypatch.setattr(float8, "gpu_capability", lambda: capability)
+    monkeypatch.setattr(layers, "gpu_capability", lambda: capability)
     values = SimpleNamespace(shown=lambda name: f"{name} true")
     settings = SimpleNamespace(run=SimpleNamespace(assume=assume), values=values)
     given = settings, replace(LAUNCH, device=device), elsewhere
     if isinstance(outcome, bool):
-        assert float8._emulates(*given) is outcome
+        assert layers._emulates(*given) is outcome
         return
     with pytest.raises(ConfigurationError, match=rf"compute capability 8\.9 or newer .*{outcome}"):
-        float8._emulates(*given)
+        layers._emulates(*given)

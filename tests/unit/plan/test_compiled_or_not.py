@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, xLSTMConf
 from utils.checkpoints.files import PROVENANCE
 from utils.config.errors import ConfigurationError, Report
 from utils.launch.processes import LaunchFacts
-from utils.model import compilation
+from utils.model import layers
 from utils.model.attention import FLEX
-from utils.model.compilation import choose_compilation, pads_to_longest
+from utils.model.layers import choose_compilation, pads_to_longest
 
 
 def chosen(path, device="cuda", strategy="single", asked=None, elsewhere=False, model=LlamaConfig):
@@ -31,8 +31,8 @@ def record_start(tmp_path, **facts):
 @pytest.fixture(autouse=True)
 def a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(compilation.importlib.util, "find_spec", lambda _name: object())
-    monkeypatch.setenv(compilation.CACHE_VARIABLE, "/scratch/mine")
+    monkeypatch.setattr(layers.importlib.util, "find_spec", lambda _name: object())
+    monkeypatch.setenv(layers.CACHE_VARIABLE, "/scratch/mine")
 
 
 def test_a_gpu_compiles_by_default_and_a_cpu_does_not(tmp_path):
@@ -53,9 +53,9 @@ def test_what_speaks_against_it_is_said(tmp_path, monkeypatch):
     against("as are routed to it", model=MixtralConfig)
     for module, name, stand_in, said in (
         (torch.cuda, "get_device_capability", lambda: (7, 5), "below 8.0"),
-        (compilation.importlib.util, "find_spec", lambda _: None, "triton is not installed"),
+        (layers.importlib.util, "find_spec", lambda _: None, "triton is not installed"),
         (LlamaForCausalLM, "supports_gradient_checkpointing", False, "marks no layers in Llama"),
-        (compilation, "gathered", lambda own: [own, "node 2 cannot"], "off, as node 2 cannot"),
+        (layers, "gathered", lambda own: [own, "node 2 cannot"], "off, as node 2 cannot"),
     ):
         with monkeypatch.context() as changed:
             changed.setattr(module, name, stand_in)

@@ -15,7 +15,7 @@ from utils.config.errors import ConfigurationError, Report
 from utils.config.settings import parse_fine_tuning, parse_pretraining
 from utils.model.adapters import plan_adapters, trained_bytes, with_adapters
 from utils.model.architecture import causal_lm_class
-from utils.model.compilation import CHOICES
+from utils.model.layers import CHOICES
 from utils.model.weights import weights_dtype
 from utils.plan import memory_estimate, memory_plan
 from utils.plan.memory_estimate import (

@@ -16,7 +16,7 @@ from utils.config.settings import parse_fine_tuning
 from utils.model.adapters import plan_adapters, with_adapters
 from utils.model.architecture import causal_lm_class
 from utils.model.attention import AttentionChoice
-from utils.model.compilation import CHOICES
+from utils.model.layers import CHOICES
 from utils.model.weights import load_model
 from utils.plan import memory_trace
 from utils.plan.memory_estimate import estimate_memory, most_alive
