@@ -45,11 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     directory, fields, answer, *words = sys.argv[1:] if argv is None else argv
     answers, (count, *words) = SlurmAnswers(*words[:4]), words[4:]
     options, (job_script, *arguments) = words[: int(count)], words[int(count) :]
-    job, text = {}, os.fsencode(answer)
-    for at, name in enumerate(fields.split(",")):
-        job[name] = os.fsdecode(text[at * WIDTH : (at + 1) * WIDTH].strip())
-    if not job["JobID"].isdecimal():
-        raise UnfitClusterError(f"squeue does not know the job that sbatch accepted: {answer!r}")
+    job = job_fields(fields, answer)
     log = job["StdOut"].replace("%x", job["Name"]).replace("%A", job["JobID"])
     log = log.replace("%j", job["JobID"])
     _say(f"log:     {log}")
@@ -101,6 +97,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             with contextlib.suppress(OSError):  # only status.py reads it
                 note_submitted(job["JobID"], Path(str(output_dir.value)), log)
     return code
+
+
+def job_fields(fields: str, answer: str) -> dict[str, str]:
+    """Return the fields of the held job, by name. Raises UnfitClusterError without a job."""
+    job, text = {}, os.fsencode(answer)
+    for at, name in enumerate(fields.split(",")):
+        job[name] = os.fsdecode(text[at * WIDTH : (at + 1) * WIDTH].strip())
+    if not job["JobID"].isdecimal():
+        raise UnfitClusterError(f"squeue does not know the job that sbatch accepted: {answer!r}")
+    return job
 
 
 def note_bad_nodes(options: Sequence[str], kind: str) -> None:
