@@ -101,6 +101,10 @@ def _problems(planned: Preparation, described: Description) -> list[str]:
         )
     sources = [each.get("sources") or {} for each in _parts(described)]
     known = {digest for each in sources for digest in each.get("digests", ())}
+    if "digests" not in sources[0]:
+        logger.warning(
+            "an older Stoker prepared this dataset: sources that it holds already are not noticed"
+        )
     files = [file.name for file in plan.sources[TRAIN] if file.digest() in known]
     if files:
         problems.append(f"holds {', '.join(files[:5])} already: leave that out of the sources.")
