@@ -174,7 +174,7 @@ requeue() {
   fi
   notify requeued "$1; start $((restarts + 2)) will resume${without:+; $without}"
   [[ -z $without ]] || say "job $job: $without (python status.py --nodes)"
-  say "job $job: $1; requeued, start $((restarts + 2)) will resume"
+  say "job $job: ${1%.}; requeued, start $((restarts + 2)) will resume"
   if answer=$(scontrol requeue "$job" 2>&1); then
     leave_out_nodes
     sleep 3 # Slurm kills what is left of the job; an exit now would only race with that

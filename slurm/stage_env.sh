@@ -28,6 +28,14 @@ unpack_env() {
     printf 'its copy is damaged, and a job uses it'
     return 1
   }
+  # Look at the archive before other copies go. The end of a plain one is zeros; tar does not notice
+  # that they are missing.
+  if [[ $STOKER_STAGE_ENV == *.tar ]] && tail --bytes=1024 -- "$STOKER_STAGE_ENV" | grep --quiet --invert-match -P '^\x00*$'; then
+    printf 'it is cut short, or no tar archive'
+    return 1
+  fi
+  # shellcheck disable=SC2154 # environment.sh sets it
+  printf '%s: unpacking STOKER_STAGE_ENV %s\n' "$node" "$STOKER_STAGE_ENV" >&2
   for old in "${copy%/*}"/*.used; do
     [[ $old == "$copy.used" ]] ||
       (flock --nonblock 8 && flock --nonblock 9 && rm -rf -- "${old%.used}") 8>"${old%.used}.lock" 9>"$old" || true
@@ -38,11 +46,6 @@ unpack_env() {
   free=$(df --output=avail --block-size=1 -- "${copy%/*}" | tail --lines=1)
   if ((free < size)); then
     printf 'it needs about %s MiB, %s has %s MiB free' $((size >> 20)) "${copy%/*}" $((free >> 20))
-    return 1
-  fi
-  # The end of a plain archive is zeros; tar does not notice that they are missing.
-  if [[ $STOKER_STAGE_ENV == *.tar ]] && tail --bytes=1024 -- "$STOKER_STAGE_ENV" | grep --quiet --invert-match -P '^\x00*$'; then
-    printf 'it is cut short'
     return 1
   fi
   # tar itself refuses members with .., and links that lead out of the folder while it unpacks.
@@ -114,7 +117,6 @@ print(sys.prefix, importlib.util.find_spec("torch").origin)' 2>&1) &&
   fi
 fi
 if [[ -n $why ]]; then
-  # shellcheck disable=SC2154 # environment.sh sets it
   printf '%s: STOKER_STAGE_ENV %s: the environment of slurm/cluster.env is used: %s\n' "$node" \
     "$STOKER_STAGE_ENV" "${why%%$'\n'*}" >&2
 elif [[ ${SLURM_NODEID:-0} == 0 ]]; then

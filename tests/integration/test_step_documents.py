@@ -259,6 +259,9 @@ def test_spikes_are_listed_with_the_commands_to_type(pretrained, tmp_path, capsy
     assert shown[0].startswith("step 37: grad_norm 4, usually 1: ")
     assert shown[2].startswith("step 37: loss 5, usually 2: 91.6 deviations above the median")
     assert shown[1] == shown[3] == f"  {step}"
-    assert shown[6] == f"those with the highest loss: {step} --json | head -n 4 >>skip.jsonl"
+    assert (
+        shown[6]
+        == f"those that stand out, such as the first 4: {step} --json | head -n 4 >>skip.jsonl"
+    )
     spikes = json.loads("".join(ask(capsys, run, "--spikes", "--json")))
     assert [spike["steps"] for spike in spikes] == ["37", "37"]

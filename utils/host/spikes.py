@@ -18,6 +18,7 @@ from typing import Any
 
 WINDOW, SHORTEST = 64, 16  # logged values
 DEVIATIONS, LEAST = 8.0, 0.01
+LONGEST = 20  # steps in a command that shows documents
 SMALLEST = 1e-9  # instead of 0, the loss of a step without loss tokens
 
 
@@ -42,6 +43,12 @@ class Spike:
     def steps(self) -> str:
         """The steps of the first log as `status.py --step` takes them: 61, or 51-60."""
         return str(self.step) if self.begin == self.step else f"{self.begin}-{self.step}"
+
+    @property
+    def all_steps(self) -> str:
+        """The steps of all its logs, at most LONGEST, as `status.py --step` takes them."""
+        last = self.last_step if self.last_step < self.begin + LONGEST else self.step
+        return str(last) if self.begin == last else f"{self.begin}-{last}"
 
     def __str__(self) -> str:
         last = "" if self.last_step == self.step else f" (high until step {self.last_step})"
@@ -93,7 +100,7 @@ def next_commands(run: Path, spike: Spike, saved: Collection[int]) -> str:
 
     saved: the steps of the run's checkpoints
     """
-    command = f"python status.py {shlex.quote(str(run))} --step {spike.steps}"
+    command = f"python status.py {shlex.quote(str(run))} --step {spike.all_steps}"
     before = max((step for step in saved if step < spike.begin), default=0)
     newest = max(saved, default=0)
     flags = " --accept_changes skip_documents" if before else ""
@@ -103,6 +110,6 @@ def next_commands(run: Path, spike: Spike, saved: Collection[int]) -> str:
         flags += f" --output_dir {shlex.quote(f'{run}-skip')}"
     return (
         f"its documents: {command}\n"
-        f"those with the highest loss: {command} --json | head -n 4 >>skip.jsonl\n"
+        f"those that stand out, such as the first 4: {command} --json | head -n 4 >>skip.jsonl\n"
         f"without them: the same training command with --skip_documents skip.jsonl{flags}"
     )

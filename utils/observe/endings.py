@@ -1,6 +1,7 @@
 """The state of a start or a run, and why it ended, in words for status.py and report.py."""
 
 import math
+import re
 import shlex
 import time
 from dataclasses import dataclass
@@ -215,17 +216,25 @@ def advice(run: History, end: End, job: Job | None) -> str:
         return f"wait for its first step, or scancel {job.id}"
     if end.word == "finished":
         return f"python chat.py {where}; upload: python -m utils.publish.hub {where} OWNER/NAME"
-    before = ""
-    if any(page.name.startswith("out-of-memory") for page in pages_of_a_failure(run, end)):
-        before = "change what the page says helps most, then "
-    elif end is End.NOT_FINITE:
-        before = "the same settings fail at the same step; change what the log says, then "
-    elif run.starts and f"{SpikeError.kind}: " in (run.starts[-1].error or ""):
-        before = f"see python status.py {where} --spikes; skip documents, or with --on_spike none "
     how = "resume" if run.checkpoints else "start again"
     if end is End.STOPPED and _why_stopped(run.starts[-1]).startswith("max_gpu_hours"):
         how = "resume with a larger --max_gpu_hours"
-    return f"{before}{how}: {_command(run)}"
+    return f"{_change_first(run, end)}{how}: {_command(run)}"
+
+
+def _change_first(run: History, end: End) -> str:
+    """Return what to change before the next start, or ""."""
+    error = (run.starts[-1].error or "") if run.starts else ""
+    if any(page.name.startswith("out-of-memory") for page in pages_of_a_failure(run, end)):
+        return "change what the page says helps most, then "
+    if end is End.NOT_FINITE:
+        return "the same settings fail at the same step; change what the log says, then "
+    if nodes := re.search(r"computes wrong\. .*(--exclude=\S+)\. ", error):
+        return f"with {nodes[1]}, and no --nodelist, "
+    if f"{SpikeError.kind}: " in error:
+        where = shlex.quote(str(run.path))
+        return f"see python status.py {where} --spikes; skip documents, or with --on_spike none "
+    return ""
 
 
 def _command(run: History) -> str:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 
 from utils.host.phase_times import HUNG, SAVING
@@ -55,15 +56,19 @@ class Hours:
 
 
 def hours_of(run: History) -> Hours:
-    """Return the hours of a run."""
+    """Return the hours of a run.
+
+    The first starts of a run that took a checkpoint of another run are those of that run.
+    """
     parts = dict.fromkeys(PHASES, 0.0)
     before, ranks = None, 1
-    for start in run.starts:
+    own = list(dropwhile(lambda start: start.owner is None, run.starts))
+    for start in own or run.starts:
         ranks = _ranks(start) or ranks
         for name, seconds in _seconds(run, start, before).items():
             parts[name] += seconds * ranks / 3600
         before = start
-    kwh = sum(start.owner.kwh or 0.0 for start in run.starts if start.owner)
+    kwh = sum(start.owner.kwh or 0.0 for start in own if start.owner)
     devices = (run.entry.get("launch") or {}).get("devices")
     unit = PROCESS_HOURS if devices == ["cpu"] else GPU_HOURS
     return Hours(parts, unit, kwh)

@@ -93,7 +93,7 @@ def show_spikes(run: Path, as_json: bool) -> str:
     if as_json:
         return strict_json([{**vars(spike), "steps": spike.steps} for spike in found], indent=1)
     where, saved = shlex.quote(str(run)), [manifest.step for manifest in history.checkpoints]
-    lines = [f"{spike}\n  python status.py {where} --step {spike.steps}" for spike in found]
+    lines = [f"{spike}\n  python status.py {where} --step {spike.all_steps}" for spike in found]
     if not found:
         return f"{run}: no spikes in {len(history.trained):,} logs"
     return "\n".join([*lines, f"step {found[-1].steps}:", next_commands(run, found[-1], saved)])

@@ -24,7 +24,7 @@ from utils.launch.ledger import bad_nodes, read_ledger
 from utils.launch.node import plan_launch
 from utils.launch.opening import early_settings
 from utils.launch.script import run_script
-from utils.launch.slurm import time_limit_s
+from utils.launch.slurm import expand_hosts, time_limit_s
 from utils.launch.verdict import note_submitted
 from utils.prepare.hub_datasets import refuse_uncached
 from utils.submit.limits import SlurmAnswers, check_request, count_gpus
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind, gpus = Path(job_script).name, gpus_per_node(job)
     for note in check_request(job, gpus, answers):
         _say(f"note:    {note}")
-    note_bad_nodes(options, kind)
+    note_bad_nodes(options, kind, job["Partition"])
     if kind in ONE_NODE and job["NumNodes"] != "1":
         raise ConfigurationError(
             f"{kind} is for one node, not {job['NumNodes']}: {ONE_NODE[kind]}, or leave out --nodes"
@@ -109,13 +109,22 @@ def job_fields(fields: str, answer: str) -> dict[str, str]:
     return job
 
 
-def note_bad_nodes(options: Sequence[str], kind: str) -> None:
-    """Print the nodes that a requeue would leave out, unless the job already excludes some."""
-    with contextlib.suppress(OSError):  # an unreadable ledger stops no job
-        nodes = ",".join(sorted(bad_nodes(read_ledger()[0])))
-        if nodes and not any(each.startswith(("--exclude", "-x")) for each in options):
-            _say(f"note:    {nodes}: faults in 7 days (python status.py --nodes)")
-            _say(f"note:    --exclude={nodes} before {kind} leaves them out")
+def note_bad_nodes(options: Sequence[str], kind: str, partition: str) -> None:
+    """Print the nodes of the job that a requeue would leave out, with their faults."""
+    given = " ".join(options)
+    if re.search(r"(^| )(--nodelist|-w)", given):
+        return  # the user has chosen
+    excluded = expand_hosts(",".join(re.findall(r"(?:^| )(?:--exclude[= ]|-x ?)(\S+)", given)))
+    with contextlib.suppress(OSError):  # an unreadable ledger, or no sinfo, stops no job
+        faults = bad_nodes(read_ledger()[0])
+        command = ["sinfo", "--noheader", "--Node", "--format=%N", f"--partition={partition}"]
+        there = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+        faults = {node: faults[node] for node in sorted({*there} & {*faults} - {*excluded})}
+        if faults:
+            nodes = ", ".join(f"{node} ({count} faults)" for node, count in faults.items())
+            _say(f"note:    {nodes} in 7 days: python status.py --nodes")
+            left_out = ",".join([*excluded, *faults])
+            _say(f"note:    --exclude={left_out} before {kind} leaves them out")
 
 
 def make_log_folder(log: str) -> None:

@@ -58,6 +58,8 @@ def test_consecutive_spikes_are_one_and_a_log_may_be_a_mean_over_steps():
     lines = logs([*USUAL, 4.0, 6.0, 5.0, 2.0, math.nan], every=10)
     high, nan = spikes_in(lines)
     assert (high.steps, high.last_step, high.value) == ("321-330", 350, 6.0)
+    assert high.all_steps == "321-330", "30 steps are too many to show"
+    assert spikes_in(logs([*USUAL, 4.0, 6.0]))[0].all_steps == "33-34"
     assert (nan.steps, nan.score) == ("361-370", math.inf)
     assert "(high until step 350)" in str(high)
     assert spikes_in(lines, "grad_norm") == []

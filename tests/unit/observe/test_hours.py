@@ -71,6 +71,22 @@ def interrupted(tmp_path):
     return run
 
 
+def test_starts_of_the_run_that_a_checkpoint_was_taken_from_do_not_count_again(interrupted):
+    """The adopted record has all starts, and the new directory has no lock files of the others."""
+    before = hours_of(read_run(interrupted))
+    for number in (1, 2):
+        (interrupted / ".lock" / f"owner-{number}").unlink()
+    content = json.loads((interrupted / "provenance.json").read_text())
+    for start in content["starts"][:2]:
+        start["slurm"]["job_id"] = "8"
+    (interrupted / "provenance.json").write_text(json.dumps(content))
+    hours = hours_of(read_run(interrupted))
+    third = (600 + 40 + 10 + 50 + 30) * 2 / 3600  # as in the next test
+    assert hours.total == pytest.approx(third)
+    assert hours.kwh == 0
+    assert hours.total < before.total
+
+
 def test_each_part_has_its_hours_and_the_sum_is_that_of_the_allocation(interrupted):
     run = read_run(interrupted)
     hours = hours_of(run)

@@ -301,6 +301,16 @@ def test_the_command_that_resumes_is_that_of_the_last_start(tmp_path, slurm, lau
     assert read_status(run, {}).advice == f"start again: {expected}"
 
 
+def test_after_a_wrong_sum_the_next_start_leaves_both_nodes_out(tmp_path):
+    error = (
+        "UnfitClusterError: step 12: loss 3 and 4, first on n1, then on n2. One of these nodes "
+        "computes wrong. Submit the same command again with --exclude=n1,n2. If a third node agrees"
+    )
+    run = make_run(tmp_path / "run", owner=ELSEWHERE, left=True, error=error)
+    advice = read_status(run, {}).advice
+    assert advice.startswith("with --exclude=n1,n2, and no --nodelist, start again: ")
+
+
 def test_memory_the_slowest_rank_and_the_pages_of_a_failure_are_shown(tmp_path):
     run = make_run(tmp_path / "run", owner=ELSEWHERE, left=True, error="out of memory")
     figures = {

@@ -105,18 +105,33 @@ def test_the_dry_run_gets_the_launch_and_the_job_is_reported(check, tmp_path, mo
     assert "1 node(s) of 3 process(es)" in capfd.readouterr().out
 
 
-def test_a_new_job_is_told_which_nodes_failed_twice(check, tmp_path, monkeypatch, capfd):
+def test_a_new_job_is_told_which_of_its_nodes_failed_twice(check, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("STOKER_LEDGER", str(tmp_path / "nodes.jsonl"))
+    sinfo = tmp_path / "bin" / "sinfo"  # n6 is in another partition
+    sinfo.parent.mkdir()
+    sinfo.write_text(
+        '#!/bin/sh\ncase "$*" in *--partition=gpu*) printf "n7\\nn8\\nn9\\n" ;; esac\n'
+    )
+    sinfo.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sinfo.parent}:{os.environ['PATH']}")
     script = tmp_path / "stand_in.py"  # in place of pretrain.py
     script.write_text("# parse_pretraining")
-    record([Fault("n7", "hang", "rank 3"), Fault("n8", "hang", "rank 1")])
-    record([Fault("n7", "lost", "down")])
-    notes = ["note:    n7: faults in 7 days (python status.py --nodes)"]
-    notes += ["note:    --exclude=n7 before job.sh leaves them out"]
-    for options, expected in (([], notes), (["--exclude=n9"], [])):
+    for kind in ("hang", "lost", "lost"):
+        record([Fault(node, kind, f"rank on {node}") for node in ("n6", "n7", "n8")])
+    record([Fault("n9", "hang", "rank 1")])
+    n7, n8 = "n7 (2 faults)", "n8 (2 faults)"
+
+    def notes(*options: str) -> list[str]:
         assert check(str(script), options=options) == 0
         lines = capfd.readouterr().out.splitlines()
-        assert [line for line in lines if line.startswith("note:")] == expected
+        return [line.split(maxsplit=1)[1] for line in lines if line.startswith("note:")]
+
+    told, leaves = "in 7 days: python status.py --nodes", "before job.sh leaves them out"
+    both = [f"{n7}, {n8} {told}", f"--exclude=n7,n8 {leaves}"]
+    assert notes() == both
+    assert notes("--exclude=n9") == [both[0], f"--exclude=n9,n7,n8 {leaves}"]
+    assert notes("-x", "n[7-8]") == notes("--nodelist=n7") == notes("-w", "n7") == []
+    assert notes("--exclude=n7") == [f"{n8} {told}", f"--exclude=n7,n8 {leaves}"]
 
 
 def test_jobs_that_cannot_work_are_refused(check):
