@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from utils.config.errors import ConfigurationError
@@ -46,33 +47,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     directory, gpu, count, *words = sys.argv[1:] if argv is None else argv
     options, script = words[: int(count)], words[int(count) :]
     kind, now_s = Path(script[0]).name, time.time()
-    dry_run, said = dry_run_command(kind, script[1:]), test_only(words, directory)
-    job = dict(re.findall(r"^sbatch: (\S+) *: (.*)$", said, re.MULTILINE))
-    asked_s = time_limit_s(job.get("time", ""))
-    if kind == "sweep_job.sh" or not asked_s or "gpus" in job:
-        raise ConfigurationError(
-            "--when is for one training with a --time limit and GPUs per node; sbatch says: "
-            + said.rpartition("\n")[2]
-        )
-    nodes_asked = int(re.findall(r"\d+", job.get("nodes", "1"))[0])
-    counts = {max(1, nodes_asked * part // 4) for part in (1, 2, 4, 8, 16)}
-    given = [f"gpu:{job.get(f'gpus-per-{each}', 0)}" for each in ("node", "task")]
-    gpus = next(filter(None, map(count_gpus, [job.get("gres", ""), *given])), 0)
+    dry_run, job = dry_run_command(kind, script[1:]), requested(words, directory, kind, gpu)
+    gpus, counts = job.gpus, {max(1, job.nodes * part // 4) for part in (1, 2, 4, 8, 16)}
     options = [each for each in options if not each.startswith(("--nodes=", "--time="))]
     lead_s = signal_lead_s(options, Path(directory, script[0])) or 0
     unit = f"{'GPU' if gpus else 'node'}-hours"
     rows = [f"{'nodes':>5} {'limit':>9}  {'start':<16}  {'end':<16}  {unit:>10}  job starts"]
     ends, sources = list[tuple[int, float, int, str]](), dict[str, None]()
     trainings = set[tuple[int, int]]()
-    for nodes in sorted({nodes_asked} if kind in ONE_NODE else counts):
+    for nodes in sorted({job.nodes} if kind in ONE_NODE else counts):
         begins = ""
         try:  # ask Slurm first, because a dry run takes longer
-            asked = [*options, f"--nodes={nodes}", f"--time={job['time']}", *script]
+            asked = [*options, f"--nodes={nodes}", f"--time={job.time}", *script]
             begins = f"starts {date(start_s(asked, directory, now_s))}, "
             run_s, startup_s, source, training = work_left(dry_run, nodes, gpus, gpu)
             sources[source] = None
             trainings.add(training)
-            for limit_s in limits(asked_s, lead_s + startup_s, run_s):
+            for limit_s in limits(job.limit_s, lead_s + startup_s, run_s):
                 limit = f"{limit_s // 3600}:{limit_s % 3600 // 60:02}:00"
                 choice = [*options, f"--nodes={nodes}", f"--time={limit}", *script]
                 wait_s = start_s(choice, directory, now_s) - now_s
@@ -91,6 +82,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     note = SAME if len(trainings) < 2 else NOT_SAME
     sys.stdout.write(redact("\n".join([*rows, *sources, note, NOTES])))
     return 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job as sbatch understood its options. `time` is --time; `gpus` are those of a node."""
+
+    nodes: int
+    time: str
+    limit_s: int
+    gpus: int
+
+
+def requested(words: Sequence[str], directory: str, kind: str, gpu: str) -> Request:
+    """Return what the job asks for. Raises ConfigurationError for a job without a forecast."""
+    said = test_only(words, directory)
+    job = dict(re.findall(r"^sbatch: (\S+) *: (.*)$", said, re.MULTILINE))
+    limit_s = time_limit_s(job.get("time", ""))
+    if kind == "sweep_job.sh" or not limit_s or "gpus" in job:
+        raise ConfigurationError(
+            "--when is for one training with a --time limit and GPUs per node; sbatch says: "
+            + said.rpartition("\n")[2]
+        )
+    given = [f"gpu:{job.get(f'gpus-per-{each}', 0)}" for each in ("node", "task")]
+    gpus = next(filter(None, map(count_gpus, [job.get("gres", ""), *given])), 0)
+    if gpu and not gpus:
+        raise ConfigurationError(
+            f"--when={gpu} forecasts for GPUs, and the job asks for none: give --gpus-per-node, or "
+            "--when alone"
+        )
+    nodes = int(re.findall(r"\d+", job.get("nodes", "1"))[0])
+    return Request(nodes, job["time"], limit_s, gpus)
 
 
 def limits(asked_s: int, overhead_s: float, run_s: float) -> list[int]:

@@ -199,3 +199,6 @@ def test_jobs_without_a_time_limit_or_with_gpus_in_total_are_refused(table):
         table.options.write_text(OPTIONS.replace(old, new))
         with pytest.raises(ConfigurationError, match="one training with a --time limit and GPUs"):
             table()
+    table.options.write_text(OPTIONS.replace("gpus-per-node       : h100:8", "oversubscribe : no"))
+    with pytest.raises(ConfigurationError, match="the job asks for none: give --gpus-per-node"):
+        table("H100-80GB")
