@@ -67,7 +67,9 @@ class ResumeCheck(TrainerCallback):
                 changed = ", ".join(sorted(altered - HARMLESS))
                 logger.info("resume check: left out, changed: %s", changed)
             elif self.suspects:
-                return sorted(self.logs)[: self.count]
+                due = sorted(self.logs)[: self.count]
+                self.repeated = logs_by_host(due, lines, [*starts, self.now], but=index)
+                return due
         except Exception as error:  # a record that is damaged or of an older version
             logger.warning("resume check: left out, provenance.json lacks: %r", error)
         return []
@@ -95,12 +97,25 @@ class ResumeCheck(TrainerCallback):
             logger.warning("%s may be wrong: set aside as %s", path, set_aside(path, DAMAGED))
         cause = f"step {step}: {text}, first on {there}, then on {here}"
         faults = {host: Fault(host, "mismatch", cause, gpu) for host, gpu in self.suspects}
-        said = (
-            f"{cause}. One of these nodes computes wrong. Submit the same command again with "
-            f"--exclude={','.join(faults)}. If a third node agrees with {there}, the run goes on, "
-            f"and {here} was wrong. If not, {there} was, and so may be checkpoint-"
-            f"{self.resumed_at}. --verify_resume_steps 0 resumes without this check."
-        )
+        agreeing = [
+            hosts for at, hosts, log in self.repeated
+            if at == step and hosts != here and not difference(log, logs, self.exact)
+        ]  # fmt: skip
+        checkpoint = f"checkpoint-{self.resumed_at}"
+        if agreeing:
+            said = (
+                f"{cause}. {agreeing[0]} computed it as {here} does, so {there} was wrong, and "
+                f"{checkpoint} may be: resume from an earlier checkpoint, or with "
+                f"--verify_resume_steps 0 from this one."
+            )
+            faults = {host: fault for host, fault in faults.items() if host in there.split(", ")}
+        else:
+            said = (
+                f"{cause}. One of these nodes computes wrong. Submit the same command again with "
+                f"--exclude={','.join(faults)}. If a third node agrees with {there}, the run goes "
+                f"on, and {here} was wrong. If not, {there} was, and so may be {checkpoint}. "
+                "--verify_resume_steps 0 resumes without this check."
+            )
         raise UnfitClusterError([said, *filter(None, [record(faults.values())])])
 
 
@@ -129,6 +144,20 @@ def logs_after(
         elif line["event"] == "train" and line["step"] > step and counts:
             logs[line["step"]] = line
     return current - 1, logs
+
+
+def logs_by_host(
+    steps: Sequence[int], lines: Iterable[Values], starts: Sequence[Values], but: int
+) -> list[tuple[int, str, Values]]:
+    """Return (step, hosts, log) of these steps in all starts except the one with index `but`."""
+    began = [datetime.fromisoformat(start["time"]).timestamp() for start in starts]
+    found, index = [], but
+    for line in lines:
+        if line["event"] in STARTS:
+            index = sum(at <= line["time"] + 1 for at in began) - 1
+        elif line["event"] == "train" and line["step"] in steps and index not in (-1, but):
+            found.append((line["step"], ", ".join(starts[index]["launch"]["hosts"]), line))
+    return found
 
 
 def difference(old: Values, new: Values, exact: bool) -> str:

@@ -111,6 +111,22 @@ def test_a_difference_ends_the_run_names_both_nodes_and_sets_its_saves_aside(
     assert "ckpt-6 may be wrong: set aside as damaged.ckpt-6" in caplog.text
 
 
+def test_a_third_node_that_agrees_with_the_second_one_tells_that_the_first_was_wrong(
+    tmp_path, ledger
+):
+    starts = [start(0, "n1"), start(20, "n2", 5), start(40, "n3", 5)]
+    lines = [*ON_N1, begun(20, 5), train(6, 9.0)]
+    with pytest.raises(UnfitClusterError) as refused:
+        Resumed(tmp_path, starts, lines).log(6, loss=9.01)
+    said = refused.value.problems[0]
+    assert "first on n1, then on n3. n2 computed it as n3 does, so n1 was wrong, and" in said
+    assert "checkpoint-5 may be: resume from an earlier checkpoint" in said
+    (fault,) = [json.loads(line) for line in ledger.read_text().splitlines() if line]
+    assert fault["node"] == "n1"
+    with pytest.raises(UnfitClusterError, match="--exclude=n1,n3"):
+        Resumed(tmp_path, starts, lines).log(6, loss=2.0)  # all three differ
+
+
 def test_full_determinism_compares_bits_unless_the_processors_differ(tmp_path, caplog):
     near = LOSSES[6] + 1e-15
     same = [start(0, "n1"), start(20, "n2", 5)]
