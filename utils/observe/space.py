@@ -79,7 +79,9 @@ def show_space(folder: Path) -> str:
             ends_s = space.oldest[0] + int(days) * DAY_S
             purge = f"purged from {time.strftime('%Y-%m-%d', time.localtime(ends_s))} on"
             line += f"; {purge}"
-            if ends_s - time.time() <= WARN_DAYS * DAY_S:
+            if copy := _copy_of(path):
+                line += f"; copied to {copy}"
+            elif ends_s - time.time() <= WARN_DAYS * DAY_S:
                 keep = f"python status.py --keep {shlex.quote(printable(str(path)))}"
                 then = keep if kind == "run" else "copy it to other storage"
                 warnings.append(f"WARNING  {space.oldest[1]} is {purge}: {then}")
@@ -210,6 +212,15 @@ def keep_run(run: Path, say: Callable[[str], None]) -> None:
         remove_abandoned(work, "copy-")
     remove_abandoned(work, "old-")
     say(f"kept: {target}, all files read back and verified")
+
+
+def _copy_of(run: Path) -> Path | None:
+    """Return the copy of a run in STOKER_ARCHIVE if it has all logs of the run."""
+    copy = Path(os.environ.get("STOKER_ARCHIVE", "(not set)"), run.resolve().name)
+    records = [RunRecord(each, lenient=True).run_id for each in (run, copy) if is_run(each)]
+    sizes = [(each / JOURNAL).stat().st_size for each in (run, copy) if (each / JOURNAL).is_file()]
+    is_whole = len(records) == len(sizes) == 2 and copy.resolve() != run.resolve()
+    return copy if is_whole and records[0] == records[1] and sizes[0] == sizes[1] else None
 
 
 def _archive_for(run: Path) -> Path:

@@ -216,6 +216,19 @@ def test_a_run_is_kept_and_kept_again_with_its_newest_checkpoint(run, archive):
     assert not [*(archive / ".incomplete" / run.name).iterdir()]
 
 
+def test_a_run_whose_copy_has_all_its_logs_is_not_warned_of(run, archive, monkeypatch):
+    monkeypatch.setenv("STOKER_PURGE_DAYS", "30")
+    os.utime(run / "config.yaml", (0, 0))
+    assert "--keep" in show_space(run.parent)
+    keep_run(run, [].append)
+    shown = show_space(run.parent)
+    assert line_of(shown, ": run, ").endswith(f"; copied to {archive / run.name}")
+    assert "--keep" not in shown
+    with (run / "metrics.jsonl").open("a") as journal:
+        journal.write("{}\n")
+    assert "--keep" in show_space(run.parent), "the run has trained since"
+
+
 def test_a_damaged_file_is_not_kept_and_the_earlier_copy_stays(run, archive):
     keep_run(run, print)
     commit(run, 60, best=60)
