@@ -93,6 +93,8 @@ def _folder(wanted: bool | str) -> Path:
     if not (chosen or local):
         raise OSError(f"{own} and /tmp are on no disk of this node: set STOKER_STAGE_DIR")
     chosen = os.path.expanduser(chosen or local[0])  # noqa: PTH111 -- of no such user: unchanged
+    if not Path(chosen).is_dir():
+        raise OSError(f"{chosen} is no folder on this node: name one in STOKER_STAGE_DIR")
     folder = Path(chosen) / f"stoker-data-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found, above = folder.lstat(), folder.parent.stat().st_mode

@@ -242,6 +242,11 @@ def test_data_that_change_during_the_copy_are_read_where_they_are(data, disk, ca
     assert copies_on(disk) == []
 
 
+def test_a_disk_that_is_not_there_is_named(data, tmp_path, caplog):
+    assert stage_data(settings_of(tmp_path / "absent", data), ONE).staged == {}
+    assert f"{tmp_path / 'absent'} is no folder on this node" in caplog.text
+
+
 def test_a_folder_that_others_can_write_is_not_used(data, disk, tmp_path, caplog):
     folder, elsewhere = disk / f"stoker-data-{os.getuid()}", tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
