@@ -65,9 +65,10 @@ def merged(name: str, values: dict[str, Any], earlier: dict[str, Any]) -> dict[s
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    rows = {name: row for name, row in earlier.items() if isinstance(row, dict)}
+    rows = {name: row for name, row in earlier.items() if name not in made}
     for row in rows.values():
-        row.setdefault("commit", earlier["commit"])
+        if isinstance(row, dict):
+            row.setdefault("commit", earlier["commit"])
     for row_name, row in values.items():
         rows[row_name] = {**row, "commit": made["commit"]} if isinstance(row, dict) else row
     return made | rows
