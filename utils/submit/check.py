@@ -119,11 +119,11 @@ def note_bad_nodes(options: Sequence[str], kind: str, partition: str) -> None:
         faults = bad_nodes(read_ledger()[0])
         command = ["sinfo", "--noheader", "--Node", "--format=%N", f"--partition={partition}"]
         there = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
-        faults = {node: faults[node] for node in sorted({*there} & {*faults} - {*excluded})}
-        if faults:
-            nodes = ", ".join(f"{node} ({count} faults)" for node, count in faults.items())
+        bad = sorted({*there} & {*faults} - {*excluded})
+        if bad:
+            nodes = ", ".join(f"{node} ({faults[node]} faults)" for node in bad)
             _say(f"note:    {nodes} in 7 days: python status.py --nodes")
-            left_out = ",".join([*excluded, *faults])
+            left_out = ",".join([*excluded, *bad])
             _say(f"note:    --exclude={left_out} before {kind} leaves them out")
 
 
