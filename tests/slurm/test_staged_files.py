@@ -167,6 +167,15 @@ def test_an_environment_is_unpacked_once_and_others_are_removed(environment, tmp
     assert not Path(prefix).exists()
 
 
+def test_a_file_that_is_no_archive_removes_no_good_copy(environment, tmp_path):
+    good = Path(python_of(packed(environment, tmp_path / "env.tar"), tmp_path)[0])
+    (tmp_path / "text.tar").write_text("no archive")
+    prefix, line = python_of(tmp_path / "text.tar", tmp_path)
+    assert prefix == sys.prefix
+    assert line.endswith("it is cut short, or no tar archive")
+    assert (good / ".whole").exists()
+
+
 def test_packages_without_a_python_are_found_by_pythonpath(tmp_path):
     packages = tmp_path / "packages"
     (packages / "torch").mkdir(parents=True)
