@@ -285,7 +285,10 @@ def fitting_micro_batch(global_batch_size: int, micro_batch_size: int, world_siz
 
 
 def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Return the micro-batches of a rank per optimizer step. Raises ConfigurationError."""
+    """Return the number of micro-batches that each rank accumulates per optimizer step.
+
+    Raises ConfigurationError if the global batch is not a multiple of micro-batch x ranks.
+    """
     at_once = micro_batch_size * world_size
     if global_batch_size > 0 and global_batch_size % at_once == 0:
         return global_batch_size // at_once

@@ -186,7 +186,10 @@ class Planner:
         return []
 
     def _candidates(self, size: int) -> Iterator[Candidate]:
-        """Yield settings that fit into `room` if `size` ranks share each sequence."""
+        """Yield settings that fit into `room`; DeepSpeed's strategies if the run uses one.
+
+        `size` ranks share each sequence.
+        """
         launch, batch = self.setup.launch, self.setup.settings.run.global_batch_size
         zero = ("zero1", "zero2", "zero3") if launch.strategy.startswith("zero") else ()
         hybrid = (HSDP,) if self.gpus.nodes > 1 and self.gpus.per_node > 1 else ()

@@ -121,7 +121,10 @@ def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
 
 
 def checkpointing_choices(setup: Setup) -> tuple[str, list[str]]:
-    """Return the requested word and the possible choices. Raises ConfigurationError."""
+    """Return the requested word (none, selective, full, auto) and the possible choices.
+
+    Raises ConfigurationError if the word is not possible.
+    """
     value = setup.settings.training.activation_checkpointing
     word = value if isinstance(value, str) else "full" if value else "none"
     possible = possible_checkpointing(setup)
@@ -279,7 +282,10 @@ def _fits(setup: Setup, changes: Mapping[str, Any], choice: str, room: int) -> b
 
 
 def changed(setup: Setup, changes: Mapping[str, Any]) -> Setup:
-    """Return the setup with changes. Raises ConfigurationError if PEFT does not adapt the model."""
+    """Return the setup with changed settings, strategy and number of GPUs.
+
+    Raises ConfigurationError if the changes ask for LoRA and PEFT does not adapt the model.
+    """
     settings, launch, parameters = setup.settings, setup.launch, setup.parameters
     size = changes.get(CONTEXT, settings.run.context_parallel)
     settings = replace(settings, run=replace(settings.run, context_parallel=size))

@@ -87,7 +87,10 @@ class Setup:
 
     @property
     def computed_dtype(self) -> torch.dtype:
-        """The type of weights in a pass. FSDP and ZeRO gather weights in autocast's type."""
+        """The type of weights during a forward or backward pass.
+
+        FSDP and ZeRO gather weights in autocast's type.
+        """
         sharded = self.launch.strategy.startswith(("fsdp", "zero"))
         return self.autocast if sharded and self.autocast is not None else self.dtype
 
@@ -286,7 +289,10 @@ def _context(setup: Setup) -> dict[str, ContextGroup]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """A torch mode that counts the bytes of live tensors, except `known` ones and their views."""
+    """A torch mode that counts the bytes of tensors as long as anything refers to them.
+
+    Tensors in `known` and their views are not counted.
+    """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -333,7 +339,10 @@ def layer_kinds(layers: Sequence[nn.Module]) -> list[int]:
 
 
 def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Callable[..., Any]:
-    """Return a substitute for layers' `__call__` that runs only the first layer of each kind."""
+    """Return a substitute for the layers' `__call__`, which runs only the first layer of each kind.
+
+    The other layers return their input.
+    """
     numbers, kinds = {layer: number for number, layer in enumerate(layers)}, layer_kinds(layers)
     outputs: dict[int, Any] = {}  # what layers return besides the hidden states
     shared: list[Any] = []

@@ -78,7 +78,10 @@ class RunData:
 
 
 def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the settings, or of the training data, or of the model."""
+    """Load the tokenizer that the settings name, or else the training data's, or else the model's.
+
+    Raises ConfigurationError.
+    """
     directory = settings.data.tokenizer_name_or_path
     if not directory:
         source = next(iter(train_sources(settings.data.train_data)))
@@ -324,7 +327,10 @@ def _tokenizer_problems(
 
 
 def _open(settings: RunSettings, path: str, split: str, known: Collection[str]) -> TokenDataset:
-    """Open a dataset or its split of this name; rank 0 first, so that only it counts tokens."""
+    """Open a dataset, or the split of this name if the directory has several.
+
+    Rank 0 opens it first, so that the other ranks need not count its tokens.
+    """
     opened, staged = list[TokenDataset](), settings.staged.get((path, split))
     on_rank_0(lambda: opened.append(open_token_dataset(path, split, known, staged)))
     return opened[0] if opened else open_token_dataset(path, split, known, staged)

@@ -280,7 +280,10 @@ def report_run(
     checkpoint_bytes: int,
     report: Report,
 ) -> None:
-    """Report a dry run's processes, saves and directory. Raises ConfigurationError."""
+    """Report a dry run's processes, saves and directory; utils/submit/check.py reports its job.
+
+    Raises ConfigurationError for a GPU strategy on a CPU.
+    """
     training, output_dir = settings.training, settings.output_dir
     # `values` has the user's use_cpu. A dry run without a GPU changes use_cpu in `training`.
     if settings.values.on_cpu and launch.strategy.startswith(("fsdp", "zero")):

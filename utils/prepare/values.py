@@ -52,9 +52,13 @@ class Location:
 
 
 def pack_locations(locations: Sequence[Location]) -> str:
-    """Return JSON of [path, unit, offset, numbers] for each group of neighbouring locations."""
+    """Return JSON of [absolute path, unit, offset, numbers] for each group of neighbours."""
     groups = groupby(locations, key=lambda each: (each.path, each.unit, each.offset))
-    return json.dumps([[*common, [each.number for each in own]] for common, own in groups])
+    packed = [
+        [str(Path(path).absolute()), unit, offset, [each.number for each in own]]
+        for (path, unit, offset), own in groups
+    ]
+    return json.dumps(packed)
 
 
 def unpack_locations(text: str | bytes) -> list[Location]:

@@ -52,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None:
-    """Run lm_eval on final/ and save lm_eval.json in the run. Raises ConfigurationError."""
+    """Run lm_eval on final/ and save the results as lm_eval.json in the run directory.
+
+    lm_eval prints its table to stdout. Raises ConfigurationError if lm_eval cannot run or fails.
+    """
     if not (run / FINAL).is_dir():
         raise ConfigurationError(f"{run} has no {FINAL}/, which the end of a run writes.")
     if not is_installed("lm_eval"):

@@ -187,7 +187,10 @@ class ChatModel:
         return messages[0]["content"]
 
     def answer(self, messages: Messages) -> str:
-        """Generate, print and return an answer; Ctrl-C cuts it. Raises ConfigurationError."""
+        """Generate, print and return an answer, which Ctrl-C cuts short.
+
+        Raises ConfigurationError if the prompt exceeds the model's positions or memory runs out.
+        """
         text = self.rendered(messages)
         if self.template is None:
             ids = prompt_ids(self.tokenizer, text)

@@ -37,7 +37,10 @@ Part = tuple[dict[str, Any], np.ndarray, np.ndarray]
 
 
 def show_step(run: Path, steps: str, as_json: bool, with_loss: bool) -> str:
-    """Return the documents of steps, the highest loss first. Raises ConfigurationError."""
+    """Return the documents of step N, or of steps A-B, the highest loss first; JSON: one a line.
+
+    Raises ConfigurationError if the data of a step cannot be read.
+    """
     history, (begin, _, end) = read_run(run), steps.partition("-")
     first, last = (int(step) if step.isdecimal() else 0 for step in (begin, end or begin))
     if not 0 < first <= last <= (history.max_steps or 0):
@@ -71,7 +74,10 @@ def _shown(row: dict[str, Any]) -> str:
 
 
 def documents_of_steps(history: History, steps: Iterable[int]) -> Iterator[Part]:
-    """Yield the documents that the starts trained on in `steps`. Raises ConfigurationError."""
+    """Yield the documents of steps, with data and settings of the starts that trained them.
+
+    Raises ConfigurationError if this data is gone or has changed.
+    """
     opened: dict[int, tuple[PackedDataset, GlobalBatchSampler, Any]] = {}
     for step in steps:
         # A later start that resumed before this step trained it again.
