@@ -106,7 +106,7 @@ class ResumeCheck(TrainerCallback):
             said = (
                 f"{cause}. {agreeing[0]} computed it as {here} does, so {there} was wrong, and "
                 f"{checkpoint} may be: resume from an earlier checkpoint, or with "
-                f"--verify_resume_steps 0 from this one."
+                "--verify_resume_steps 0 from this one."
             )
             faults = {host: fault for host, fault in faults.items() if host in there.split(", ")}
         else:
@@ -156,7 +156,8 @@ def logs_by_host(
         if line["event"] in STARTS:
             index = sum(at <= line["time"] + 1 for at in began) - 1
         elif line["event"] == "train" and line["step"] in steps and index not in (-1, but):
-            found.append((line["step"], ", ".join(starts[index]["launch"]["hosts"]), line))
+            hosts = (starts[index].get("launch") or {}).get("hosts") or ["an unknown node"]
+            found.append((line["step"], ", ".join(hosts), line))
     return found
 
 

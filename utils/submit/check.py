@@ -115,16 +115,16 @@ def note_bad_nodes(options: Sequence[str], kind: str, partition: str) -> None:
     if re.search(r"(^| )(--nodelist|-w)", given):
         return  # the user has chosen
     excluded = expand_hosts(",".join(re.findall(r"(?:^| )(?:--exclude[= ]|-x ?)(\S+)", given)))
+    bad: list[str] = []
     with contextlib.suppress(OSError):  # an unreadable ledger, or no sinfo, stops no job
-        faults = bad_nodes(read_ledger()[0])
-        command = ["sinfo", "--noheader", "--Node", "--format=%N", f"--partition={partition}"]
-        there = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
-        bad = sorted({*there} & {*faults} - {*excluded})
-        if bad:
-            nodes = ", ".join(f"{node} ({faults[node]} faults)" for node in bad)
-            _say(f"note:    {nodes} in 7 days: python status.py --nodes")
-            left_out = ",".join([*excluded, *bad])
-            _say(f"note:    --exclude={left_out} before {kind} leaves them out")
+        if faults := bad_nodes(read_ledger()[0]):
+            command = ["sinfo", "--noheader", "--Node", "--format=%N", f"--partition={partition}"]
+            shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+            bad = sorted({*shown.split()} & {*faults} - {*excluded})
+    if bad:
+        nodes = ", ".join(f"{node} ({faults[node]} faults)" for node in bad)
+        _say(f"note:    {nodes} in 7 days: python status.py --nodes")
+        _say(f"note:    --exclude={','.join([*excluded, *bad])} before {kind} leaves them out")
 
 
 def make_log_folder(log: str) -> None:
