@@ -55,11 +55,7 @@ WORDS = {
     "save_with_crc32_of_torch_s": "save with torch's CRC-32, s",
     "save_without_checksums_s": "save without checksums, s",
     "digests_instead_of_crc32_add": "SHA-256 instead of CRC-32 adds, share of a save (median)",
-    "digests_instead_of_crc32_add_low": "its 95 % interval, lower end",
-    "digests_instead_of_crc32_add_high": "its 95 % interval, upper end",
     "digests_alone_add": "SHA-256 instead of no checksum adds, share of a save (median)",
-    "digests_alone_add_low": "its 95 % interval, lower end",
-    "digests_alone_add_high": "its 95 % interval, upper end",
 }
 CIRCUMSTANCES = ("made_by", "date", "commit", "hardware", "python", "torch", "transformers")
 
