@@ -19,13 +19,14 @@ PROOFS = {
     "resume_equality": "Runs interrupted after each step and resumed, against uninterrupted ones",
     "kill_points": "SIGKILL at each call that changes the run directory; survived: the next start "
     "needs no human, and the run ends with the weights of an uninterrupted run",
-    "storage_refusals": "No space (ENOSPC) or a failing disk (EIO) at each of these calls",
+    "storage_refusals": "No space (ENOSPC) or a failing disk (EIO) at each call that changes "
+    "the run directory",
     "random_kills": "Two ranks, killed at random moments",
     "damage": "Damages to each file of a checkpoint: emptied, cut, lengthened, bits flipped, "
     "deleted, linked, swapped, taken from another step",
     "world_sizes": "One run on 1, 2 and 4 ranks in any order",
     "two_jobs": "Two jobs started at once on one directory, new or with a killed run to resume; "
-    "stale lock: the first job is killed or suspended, and the second one finishes the run",
+    "row stale lock: the first job is killed or suspended, and the second job finishes the run",
     "verification_cost": "Cost of checksums for a checkpoint of 1 GB: SHA-256 (ours), torch's "
     "CRC-32, none",
     "full_disks": "Runs on file systems of many sizes, and how they ended; wrong: after room was "

@@ -136,6 +136,7 @@ def test_the_training_commands_of_howto_pass_a_dry_run(
     lines = [line for line in lines if not any(word in line for word in NOT_TRIED)]
     assert len(lines) > 25
     for line in lines:
-        script, *words = shlex.split(line.replace("16384", "64"))  # the data is small
+        short = line.replace("16384", "64").replace("1000", "1")  # the data is small
+        script, *words = shlex.split(short)
         MAINS[script]([*words, *([] if "--dry_run" in words else ["--dry_run"])])
         assert "tokens/step" in capsys.readouterr().out, line
