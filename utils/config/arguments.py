@@ -1,4 +1,4 @@
-"""The settings of a run. Each field is a flag and a key of recipes; help.yaml has its text.
+"""The settings of a training run. Each field is a flag and a recipe key. help.yaml has the help.
 
 The functions at the end parse values such as `DIR=weight`, `NAME=DIR`, `50B` and `10:13`.
 """
@@ -103,7 +103,7 @@ class ModelArguments(ModelConfig):
 
 @dataclass
 class _ChangedDefaults:
-    """The defaults of TrainingArguments that do not suit a run nobody watches, each with why."""
+    """Defaults that Stoker changes in TrainingArguments to suit unattended runs, with reasons."""
 
     # The filter would hide NaN and wait for the device twice in every micro-batch.
     logging_nan_inf_filter: bool = False
@@ -113,7 +113,7 @@ class _ChangedDefaults:
     log_on_each_node: bool = False
     # Checkpoints of a long run would fill a quota. The best checkpoint is always kept.
     save_total_limit: int | None = 3
-    # A search for unused parameters walks the graph at every step; dense models have none.
+    # A search for unused parameters walks the graph at every step. Dense models use all.
     ddp_find_unused_parameters: bool | None = False
     # SFTConfig would turn bf16 on if it is not set, on an old GPU or a slow CPU too.
     bf16: bool | None = None
@@ -171,7 +171,7 @@ class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # a wid
 
 
 def with_values(arguments: Arguments, **values: Any) -> Arguments:
-    """Return a copy with replaced values. Skip `__post_init__`, which would set up devices."""
+    """Return a copy with other values, without `__post_init__`, which would set up devices."""
     copied = copy.copy(arguments)
     vars(copied).update(values)
     return copied
@@ -238,7 +238,7 @@ def train_sources(entries: Sequence[str]) -> dict[str, float | None]:
 def eval_splits(entries: Sequence[str]) -> dict[str, str]:
     """Parse entries `NAME=DIR` or `DIR` to {name: directory}. Raises ValueError.
 
-    Without NAME, the name is that of the last folder in DIR, in lower case with underscores.
+    Without NAME, the last folder of DIR gives the name, in lower case with underscores.
     """
     splits: dict[str, str] = {}
     for entry in entries:
@@ -258,9 +258,9 @@ def eval_splits(entries: Sequence[str]) -> dict[str, str]:
 
 
 def batch_sizes(last: int | None, by_step: Mapping[Any, int]) -> dict[int, int]:
-    """Return the global batch by the first step that has it. Raises ConfigurationError.
+    """Return {first step: global batch size from this step on}. Raises ConfigurationError.
 
-    last: global_batch_size, or None if it is `by_step`
+    last: the final size, global_batch_size; None if global_batch_size is the mapping `by_step`
 
     >>> batch_sizes(128, {"0": 64, "2000": 128})
     {0: 64, 2000: 128}
@@ -279,7 +279,10 @@ def batch_sizes(last: int | None, by_step: Mapping[Any, int]) -> dict[int, int]:
 
 
 def fitting_micro_batch(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Return the largest micro-batch that divides a rank's batch; 0 if ranks do not divide it."""
+    """Return the largest micro-batch size, at most the given one, that divides a rank's batch.
+
+    0 if the global batch is no multiple of `world_size`.
+    """
     sizes = range(min(micro_batch_size, global_batch_size // world_size), 0, -1)
     return next((size for size in sizes if global_batch_size % (size * world_size) == 0), 0)
 

@@ -1,4 +1,4 @@
-"""Reader of settings from flags and recipes, with all faults in one error."""
+"""Parser of settings from flags and recipes (YAML files). One error lists all faults."""
 
 import re
 import sys
@@ -28,7 +28,7 @@ from utils.config.recipes import read_recipes, scalar
 
 CONFIG_FLAG = "config"
 COMMANDS = ("train", "sft", "pretrain", "preprocess")  # as in axolotl train, trl sft
-OF_ANOTHER_TOOLKIT = 4  # unknown settings in a recipe
+OF_ANOTHER_TOOLKIT = 4  # unknown settings that suggest a recipe of another toolkit
 _TRUTHS = {
     **dict.fromkeys(("true", "yes", "t", "y", "1"), True),
     **dict.fromkeys(("false", "no", "f", "n", "0"), False),
@@ -37,7 +37,7 @@ _TRUTHS = {
 # A word of Hydra's command lines, such as lr=3e-4, optimizer.lr=3e-4 or +experiment=small.
 _OVERRIDE = re.compile(r"[+~]*[A-Za-z_][\w.@]*=")
 
-# A function that resets settings to defaults or derives settings, with a line in `notes`.
+# A function that resets or derives settings and adds a line to `notes` for each.
 Settlement = Callable[[SettingValues], None]
 
 
@@ -49,12 +49,12 @@ def read_settings(
     prog: str = "",
     description: str | None = None,
 ) -> SettingValues:
-    """Read the settings that the dataclasses declare, from flags, recipes and defaults.
+    """Return the settings that the dataclasses declare, read from flags, recipes and defaults.
 
-    Flags win over recipes, later recipes over earlier ones. `settle` has functions that reset
-    settings without effect and derive missing ones, `checks` functions that yield faults; each ends
-    at a missing or faulty setting. Raises ConfigurationError with every fault, Answer with the text
-    of `--print_config`, and SystemExit after `--help`.
+    Flags win over recipes, later recipes over earlier ones. settle: functions that reset settings
+    without effect and derive missing ones. checks: functions that yield faults. Each function stops
+    when it reads a missing or faulty setting. Raises ConfigurationError with all faults, Answer
+    with the text of `--print_config`, and SystemExit after `--help`.
     """
     declared = declared_settings(argument_classes)
     argv = ["--help" if word == "-h" else word for word in (sys.argv[1:] if argv is None else argv)]
@@ -67,7 +67,7 @@ def read_settings(
         flags["dry_run"] = ["true"]
     entries, recipe_problems = read_recipes(flags.pop(CONFIG_FLAG, []))
     problems += recipe_problems
-    complete = not problems  # a missing setting may be in a faulty file
+    complete = not problems  # a faulty file may have the settings that seem to be missing
     entries = dict(without_sections(entries, declared))
     entries |= {name: Given(words, f"--{name}", FLAGS_RANK) for name, words in flags.items()}
     values = _checked_values(entries, declared, problems)
@@ -89,9 +89,9 @@ def read_settings(
 
 
 def _of_another_toolkit(entries: Mapping[str, Given], values: SettingValues) -> Iterator[str]:
-    """Yield the command that converts a recipe in which several settings are unknown."""
+    """Yield a fault with the importer's command for each recipe with many unknown settings."""
     names = (name for name in values.unusable - values.declared.keys() if "." not in name)
-    unknown = [entries[name] for name in names]  # their configs have no sections
+    unknown = [entries[name] for name in names]  # the importer's toolkits have flat configs
     files = Counter(each.source.rpartition(":")[0] for each in unknown if each.rank != FLAGS_RANK)
     for file, number in files.items():
         if number >= OF_ANOTHER_TOOLKIT:
@@ -102,7 +102,7 @@ def _of_another_toolkit(entries: Mapping[str, Given], values: SettingValues) -> 
 
 
 def check_required(values: SettingValues) -> Iterator[str]:
-    """Yield a fault for each missing required setting, and mark the setting unusable."""
+    """Yield a fault for each missing required setting, and add its name to `unusable`."""
     for name, declaration in values.declared.items():
         if declaration.required and name not in {*values.given, *values.unusable}:
             values.unusable.add(name)
@@ -112,9 +112,9 @@ def check_required(values: SettingValues) -> Iterator[str]:
 def _checked_values(
     entries: Mapping[str, Given], declared: Mapping[str, Declaration], problems: list[str]
 ) -> SettingValues:
-    """Return the given values in the types of the settings; add faults to `problems`."""
+    """Convert the entries to the types of their settings; add a line per fault to `problems`."""
     values = SettingValues(declared, {})
-    # Whole mappings come first, then their single values, the weaker sources before the stronger.
+    # First whole mappings, then single keys (lr_scheduler_kwargs.min_lr), weakest source first.
     for name, entry in sorted(entries.items(), key=lambda item: "." in item[0] and item[1].rank):
         is_flag, value = entry.rank == FLAGS_RANK, entry.value
         place, written = ("", f"--{name}") if is_flag else (f"{entry.source}: ", name)
@@ -141,7 +141,7 @@ def _checked_values(
 def without_sections(
     entries: Mapping[str, Given], declared: Mapping[str, Declaration]
 ) -> Iterator[tuple[str, Given]]:
-    """Yield the entries with a section, as `optimizer: {lr: 1}`, replaced by `optimizer.lr: 1`."""
+    """Yield (name, value) of all entries; the section `optimizer: {lr: 1}` gives `optimizer.lr`."""
     for name, entry in entries.items():
         is_value = name in declared and f"{name}_overrides" not in declared
         answered = name in refused() or not other_names().get(name, "x").isidentifier()
@@ -154,14 +154,20 @@ def without_sections(
 
 
 def mapping_of(name: str, declared: Mapping[str, Declaration]) -> str:
-    """Return the setting that holds `lr_scheduler_kwargs.min_lr` or `model_config.KEY`, or ""."""
+    """Return the setting that a name with a dot belongs to; "" if no setting matches.
+
+    lr_scheduler_kwargs.KEY gives lr_scheduler_kwargs, model_config.KEY model_config_overrides.
+    """
     head, dot, _ = name.partition(".")
     found = (each for each in (head, f"{head}_overrides") if each in declared)
     return next((each for each in found if dot and dict in declared[each].origins), "")
 
 
 def with_value(mapping: Given | None, path: Sequence[str], entry: Given) -> Given:
-    """Return a mapping with one more value at `path`. A mapping of a stronger source stays."""
+    """Return the mapping with the value of `entry` at `path` (its keys from outside to inside).
+
+    A mapping from a stronger source than that of `entry` is returned unchanged.
+    """
     if mapping is not None and mapping.rank > entry.rank:
         return mapping
     value = entry.value
@@ -178,7 +184,7 @@ def with_value(mapping: Given | None, path: Sequence[str], entry: Given) -> Give
 
 
 def _as_typed(ours: str, entry: Given, declared: Mapping[str, Declaration]) -> str:
-    """Return an unknown setting's value as it is typed after `ours`; "" if it does not fit."""
+    """Return the text of the value to type after our name `ours`; "" if its type is wrong."""
     value, is_flag = entry.value, entry.rank == FLAGS_RANK
     with suppress(ValueError):
         if ours in declared:
@@ -189,9 +195,10 @@ def _as_typed(ours: str, entry: Given, declared: Mapping[str, Declaration]) -> s
 
 
 def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Return {flag: words after the flag} and faults; `--a-b=word` is the same as `--a_b word`.
+    """Return {flag: words after the flag} and the faults.
 
-    Hydra's `a.b=word` is the same as `--a.b word`, except after a flag other than --config.
+    `--a-b=word` means `--a_b word`. Hydra's `a.b=word` means `--a.b word`, but after a flag other
+    than --config it is a word of this flag.
     """
     flags: dict[str, list[str]] = {}
     problems = []
@@ -221,7 +228,10 @@ def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
 
 
 def value_of_words(declaration: Declaration, words: Sequence[str]) -> Any:
-    """Return the value of the words after a flag; raises ValueError for a wrong number of words."""
+    """Return the words after a flag as a boolean, number, list or text, or None for `null`.
+
+    Raises ValueError if there are too few or too many words.
+    """
     if not words and bool in declaration.types:
         return True
     if not words:

@@ -27,15 +27,15 @@ Arguments = TypeVar("Arguments")
 
 
 class UnusableSettingError(LookupError):
-    """The error of reading a missing or faulty setting, which ends the check that reads it."""
+    """Error on reading a missing or faulty setting. It ends the check that reads the setting."""
 
 
 @dataclass(frozen=True)
 class Declaration:
     """A setting, declared by a field of the argument class `owner`.
 
-    types    members of the type hint, as (int, NoneType) of `int | None`
-    origins  the same, but with list instead of `list[str]`
+    types    members of the type hint: (int, NoneType) for `int | None`
+    origins  `types` without type arguments: list instead of `list[str]`
     choices  the allowed values besides null; None: all values of the types
     default  None if the setting is required
     """
@@ -53,7 +53,7 @@ class Declaration:
 def setting(default: Any, choices: Sequence[Any] | None = None, also: type | None = None) -> Any:
     """Return a dataclass field that declares a setting with choices or with a list as default.
 
-    also: another type that users may give; utils/config/settings.py replaces such a value
+    also: a further type that users may give; utils/config/settings.py converts its values
     """
     metadata = {"choices": choices, "also": [also] if also else []}
     if isinstance(default, list):
@@ -62,7 +62,7 @@ def setting(default: Any, choices: Sequence[Any] | None = None, also: type | Non
 
 
 def declared_settings(argument_classes: Iterable[type]) -> dict[str, Declaration]:
-    """Return every setting that a user may give; of equal names the first class's counts."""
+    """Return {name: setting that a user may give}. The first class that has a name declares it."""
     declared: dict[str, Declaration] = {}
     for owner in argument_classes:
         hints = get_type_hints(owner)
@@ -102,8 +102,8 @@ def checked_value(declaration: Declaration, value: Any) -> Any:
     """Return the value in the setting's type. Raises ValueError if the value does not fit.
 
     An integer becomes a float, and a single value a list, if the type demands it. But 4.0 is no
-    integer, 1 is not true, and "3" is no number. null means the default if the type does not allow
-    null and the default is in NOTHING.
+    integer, 1 is not true, and "3" is no number. If the type does not allow null, null gives the
+    default, but only a default in NOTHING.
     """
     choices, origins, got = declaration.choices, declaration.origins, json.dumps(value, default=str)
     if value is None and not declaration.required:
@@ -160,7 +160,7 @@ def counted_ranks(number: int) -> str:
 
 
 def placeholder(declaration: Declaration) -> str:
-    """Return the value of a setting in help texts: "a|b" for choices, or a word such as INTEGER."""
+    """Return the word for a setting's value in help texts: "a|b" for choices, else as INTEGER."""
     if declaration.choices is not None:
         return "|".join(map(shown, declaration.choices))
     words = {bool: "true|false", int: "INTEGER", float: "NUMBER", dict: "JSON", list: "VALUE ..."}
@@ -169,7 +169,7 @@ def placeholder(declaration: Declaration) -> str:
 
 @dataclass(frozen=True)
 class Given:
-    """A value and its source: "recipes/demo.yaml:3", "--seed", or the reason of a derived value.
+    """A setting's value and source: "recipes/demo.yaml:3", "--seed", or why it was derived.
 
     rank: 0 for a derived value, 1, 2, ... for recipe files in order, FLAGS_RANK for flags. The
     highest rank wins.
@@ -185,11 +185,11 @@ DEFAULT = Given(None, "default")
 
 @dataclass(eq=False)
 class SettingValues(Mapping[str, Any]):
-    """The values of all settings by name, before objects are built from them.
+    """The values of all settings by name, from which `build` makes dataclasses.
 
     unusable     missing or faulty settings; reading one raises UnusableSettingError
     notes        log lines on overruled and derived settings
-    environment  the environment variables of this process, or in a dry run of the planned run
+    environment  environment variables of this process; in a dry run, those of the planned launch
     """
 
     declared: Mapping[str, Declaration]
@@ -205,7 +205,7 @@ class SettingValues(Mapping[str, Any]):
 
     @property
     def data_ranks(self) -> int:
-        """Return the number of processes, or of their groups, that read different data."""
+        """Return the number of ranks that read different data. A context-parallel group is one."""
         return max(self.world_size // max(self["context_parallel"], 1), 1)
 
     @property
@@ -227,7 +227,7 @@ class SettingValues(Mapping[str, Any]):
         return len(self.declared)
 
     def written(self, name: str) -> Any:
-        """Return a value as in a recipe: a count of steps or tokens is 180, not 180.0."""
+        """Return a setting's value for a recipe, with counts as integers: 180, not 180.0."""
         value, default = self[name], self.declared[name].default
         is_count = type(default) is int or name.endswith(("_steps", "_tokens", "_epochs"))
         return int(value) if is_count and type(value) is float and value.is_integer() else value
@@ -254,7 +254,7 @@ class SettingValues(Mapping[str, Any]):
         return f"{name} {shown(self[name])} ({self.source(name)})"
 
     def build(self, argument_class: type[Arguments], **instead: Any) -> Arguments:
-        """Create the dataclass from given values and `instead`. Raises ConfigurationError."""
+        """Create the dataclass. `instead` replaces given values. Raises ConfigurationError."""
         own = [name for name in self.given if self.declared[name].owner is argument_class]
         try:
             return argument_class(**{**{name: self.given[name].value for name in own}, **instead})
@@ -274,7 +274,7 @@ Check = Callable[[SettingValues], Iterable[str]]
 
 @cache
 def help_file() -> dict[str, Any]:
-    """Return help.yaml: the topics of `--help`, and texts for the libraries' settings."""
+    """Return the content of help.yaml: the topics of `--help`, and the texts of all settings."""
     import yaml  # the launcher imports this module before it checks the packages
 
     text = Path(__file__).with_name("help.yaml").read_text(encoding="utf-8")
@@ -283,6 +283,6 @@ def help_file() -> dict[str, Any]:
 
 @cache
 def help_texts() -> dict[str, str]:
-    """Return the texts of all settings by name, or by CLASS.NAME."""
+    """Return {setting, or CLASS.SETTING: its help text}."""
     texts = help_file()["texts"]
     return {**texts["libraries"], **texts["stoker"]}

@@ -12,7 +12,7 @@ from utils.config.foreign_words import refused, unknown_name
 from utils.config.recipes import entry_text
 from utils.config.rules import RULES
 
-WIDTH = 98  # a hundred columns less two
+WIDTH = 98  # columns of help texts
 
 OF_A_COMMAND = ("dry_run", "assume", "suggest")  # --print_config leaves them out
 
@@ -22,7 +22,7 @@ def help_text(
 ) -> str:
     """Return the text of `--help` (common settings), `--help all` or `--help NAME ...`.
 
-    A name is that of a setting or a topic. Raises ConfigurationError for any other name.
+    NAME is a setting or a topic. Raises ConfigurationError for any other name.
     """
     is_run = "train_data" in declared
     if is_run and not words:
@@ -47,7 +47,7 @@ def help_text(
 
 
 def _topics(declared: Mapping[str, Declaration]) -> dict[str, list[str]]:
-    """Return the lines of `--help TOPIC` for each topic with settings of this script."""
+    """Return {topic: lines of `--help TOPIC`} of the topics with two or more declared settings."""
     topics = {}
     for topic, content in help_file()["topics"].items():
         found = [declared[name] for name in content["settings"].split() if name in declared]
@@ -99,7 +99,7 @@ def _all(declared: Mapping[str, Declaration]) -> Iterator[str]:
 
 
 def _entry(declaration: Declaration) -> list[str]:
-    """Return the lines of a setting."""
+    """Return the help lines of a setting: its flag, then the indented help text."""
     value, text, indent = placeholder(declaration), declaration.help, " " * 6
     if len(value) > 80:
         value, text = "CHOICE", f"{text}; one of {value.replace('|', ', ')}"
@@ -116,7 +116,7 @@ def _default(declaration: Declaration) -> str:
 
 
 def _story(declaration: Declaration) -> list[str]:
-    """Return the lines of `--help NAME`: the entry, and what else is known of the setting."""
+    """Return the lines of `--help NAME`: help, library, settings that switch it off, documents."""
     name = declaration.name
     causes = dict.fromkeys(cause for cause, _, names in RULES if name in names.split())
     pages = [page for page, names in help_file()["pages"].items() if name in names.split()]
@@ -130,7 +130,7 @@ def _story(declaration: Declaration) -> list[str]:
 
 
 def _library(declaration: Declaration) -> str:
-    """Return who declares a setting with its default: Stoker, trl or transformers."""
+    """Return the library that declares a setting and its default: Stoker, trl or transformers."""
     owners = declaration.owner.__mro__
     owner = next(each for each in owners if declaration.name in inspect.get_annotations(each))
     library = owner.__module__.partition(".")[0]
@@ -138,7 +138,7 @@ def _library(declaration: Declaration) -> str:
 
 
 def config_text(values: SettingValues, every: bool) -> str:
-    """Return settings as a recipe, each with its source in a comment.
+    """Return settings as the text of a recipe, each with its source in a comment.
 
     Derived settings are comments, because the script derives them again. With `every`, defaults are
     listed as comments.

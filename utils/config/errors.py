@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 class ExitCode(IntEnum):
-    """Exit codes of all scripts; slurm/ requeues a job only after STOPPED and LOST_RANK."""
+    """Exit codes of all scripts. The job scripts requeue only after STOPPED and LOST_RANK."""
 
     DONE = 0  # also stopped with a checkpoint at max_gpu_hours
     REFUSED = 2  # settings or data that cannot work
     UNFIT = 69  # this machine, or the allocated part of the cluster, cannot run the job
     STORAGE = 74  # no space, no inodes, no permission; older files are intact
     STOPPED = 75  # stopped early with a checkpoint: start again to resume
-    LOST_RANK = 76  # a rank hung; a rank, its helper or its launcher was killed
+    LOST_RANK = 76  # a rank hung; or a rank, its launcher or a helper process was killed
     NO_PROGRESS = 77  # three restarts reached no new checkpoint
     NOT_FINITE = 78  # a loss, gradient or weight that is NaN or infinite
     OUT_OF_MEMORY = 79  # a device or a host has too little memory for these settings
@@ -24,10 +24,10 @@ class ExitCode(IntEnum):
 
 
 class Report(list[tuple[int, str]]):
-    """Log lines (level, text) of functions that plan a run and leave logging to the caller.
+    """List of log lines (level, text). Functions that plan a run fill it; their caller logs it.
 
-    An exception that leaves the block `with Report() as report` gets the lines: a
-    ConfigurationError in `report`, any other exception as notes, which follow the traceback.
+    If an exception leaves the block `with Report() as report`, the lines are not lost: a
+    ConfigurationError gets them in `report`, any other exception as notes below the traceback.
     """
 
     def say(self, text: str) -> None:
@@ -67,8 +67,8 @@ class ConfigurationError(ValueError):
 
 
 def did_you_mean(missing: str | Path) -> str:
-    """Return " (did you mean X?)" with the existing path most like a missing one, or ""."""
-    with suppress(OSError, ValueError, RuntimeError, StopIteration):  # ~NOBODY; the path exists
+    """Return " (did you mean X?)" with an existing path of a similar name, or ""."""
+    with suppress(OSError, ValueError, RuntimeError, StopIteration):  # no user ~NAME; path exists
         path = Path(missing).expanduser()
         first = next(part for part in (*reversed(path.parents), path) if not part.exists())
         names = [each.name for each in first.parent.iterdir()]
@@ -80,7 +80,7 @@ def did_you_mean(missing: str | Path) -> str:
 
 
 class Answer(SystemExit):
-    """An exit with code 0 and a text, as of `--print_config`. run_script masks its secrets."""
+    """Exit of a script with code 0 and a text to print. run_script masks secrets in the text."""
 
     def __init__(self, text: str):
         self.text = text

@@ -1,6 +1,6 @@
-"""Answers to unknown and refused settings: other toolkits' names, typing errors, reasons.
+"""Error messages for unknown and refused settings: what to type instead, or why not.
 
-foreign_words.yaml has the table of names and reasons.
+foreign_words.yaml has other toolkits' names, and the reasons for refused settings.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -41,9 +41,10 @@ def our_name(name: str, known: Collection[str]) -> str:
 
 
 def unknown_name(written: str, known: Iterable[str], value: str = "") -> str:
-    """Return the message on an unknown setting: why it is refused, or a name that may be meant.
+    """Return the error message for an unknown setting: a name that may be meant, or a reason.
 
-    `written` is "--lr" on a command line and "lr" in a recipe. `value` follows our name for it.
+    written: the setting as the user wrote it, "--lr" on a command line, "lr" in a recipe. known:
+    names of our settings. value: text that the message adds after our name.
     """
     known, name = list(known), written.removeprefix("--")
     dashes = written.removesuffix(name)

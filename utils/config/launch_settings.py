@@ -32,7 +32,7 @@ BY_RECIPE = {
 REPLICAS, SHARDS = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE"
 _DATA_PARALLEL = (REPLICAS, SHARDS)
 _USES_SIZES = "ACCELERATE_USE_PARALLELISM_CONFIG"
-# Settings of the accumulation and the exchange of gradients, and libraries with their own ones.
+# Settings of how gradients accumulate and are exchanged, and libraries that ignore the setting.
 OF_DDP = {"ddp_comm_hook": ("FSDP", "DEEPSPEED"), "batch_warmup": ("DEEPSPEED",)}
 _BY_DDP = "use strategy: multi_gpu, or leave it out"
 _OTHERS = "remove it: fsdp2 splits a model over all GPUs; toolkits with it: docs/parallelism.md"
@@ -106,7 +106,7 @@ WRONG: tuple[tuple[str, Callable[[str], bool], str], ...] = (
 
 
 def launch_faults(variables: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each wrong variable of a launch."""
+    """Yield a fault for each variable of accelerate that would make training wrong."""
     for name, is_wrong, why in WRONG:
         if name in variables and is_wrong(variables[name]):
             key = name.removeprefix("ACCELERATE_").lower()
@@ -127,21 +127,21 @@ def launch_faults(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def is_hybrid(variables: Mapping[str, str]) -> bool:
-    """Return whether the variables of a launch ask for FSDP2 with sizes of its groups (HSDP)."""
+    """Return whether the variables ask for HSDP: FSDP2 with copies of the sharded states."""
     fsdp2 = is_true("ACCELERATE_USE_FSDP", variables) and variables.get("FSDP_VERSION") == "2"
     return fsdp2 and is_true(_USES_SIZES, variables)
 
 
 def group_sizes(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with HSDP's numbers of copies and of shards; {} without HSDP."""
+    """Return {variable: size as text}, first HSDP's copies, then its shards; {} without HSDP."""
     return {name: variables.get(name, "1") for name in _DATA_PARALLEL if is_hybrid(variables)}
 
 
 def derive_group_sizes(values: SettingValues) -> None:
-    """Set HSDP's sizes in `environment` if the accelerate config leaves them open (1 and 1).
+    """Set HSDP's numbers of copies and shards in `environment` if accelerate's config sets none.
 
-    A copy of the states has `dp_shard` ranks, by default those of a node. In a launch without HSDP
-    a strategy of a stronger source overrules `dp_shard`.
+    `dp_shard` ranks share one copy of the states, by default the ranks of a node. Without HSDP,
+    `dp_shard` is reset if the strategy comes from a stronger source.
     """
     environment, shards = values.environment, values["dp_shard"]
     if set(group_sizes(environment).values()) == {"1"}:
@@ -155,7 +155,7 @@ def derive_group_sizes(values: SettingValues) -> None:
 
 
 def _group_faults(values: SettingValues) -> Iterator[str]:
-    """Yield a line if HSDP's sizes are not those of the launch, or not those of dp_shard."""
+    """Yield a fault if HSDP's sizes do not fit the number of processes or contradict dp_shard."""
     processes, given = values.world_size, values["dp_shard"]
     if not is_hybrid(values.environment):
         if given is not None and processes > 1:
@@ -201,10 +201,10 @@ def check_launch_settings(values: SettingValues) -> Iterator[str]:
 
 
 def let_recipe_decide(values: SettingValues) -> None:
-    """Write "auto" for DeepSpeed's values that the recipe decides, so that Trainer fills them in.
+    """Write "auto" for DeepSpeed's accumulation and clipping; Trainer fills in the recipe's.
 
-    `accelerate config` writes numbers. Trainer would refuse other numbers than the recipe's, but
-    only after the model is loaded.
+    `accelerate config` writes numbers. If they differ from the recipe's, Trainer would refuse them,
+    but only after it has loaded the model.
     """
     if not is_true("ACCELERATE_USE_DEEPSPEED", values.environment):
         return
@@ -218,7 +218,7 @@ def let_recipe_decide(values: SettingValues) -> None:
 
 
 def _deepspeed_file_faults(file: str, values: SettingValues, processes: int) -> Iterator[str]:
-    """Yield a line for each value of a DeepSpeed file that is wrong or contradicts the recipe."""
+    """Yield a fault for each value of a DeepSpeed file that is wrong or contradicts the recipe."""
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The user's own Python code: callbacks, a loss, a data format; files of this machine alone."""
+"""The user's own Python code: callbacks, a loss, a data format. Only local files are loaded."""
 
 import hashlib
 import importlib.util
@@ -22,7 +22,7 @@ class OwnCode:
     loss: str | None = None
 
     def digests(self) -> dict[str, dict[str, str]]:
-        """Return the SHA-256 of each file, for provenance.json."""
+        """Return the SHA-256 of the files of callbacks and loss, for provenance.json."""
         of_loss = {}
         if self.loss:
             of_loss = {f"SHA-256 of {source_of(self.loss)[1]}": sha256_of(self.loss)}
@@ -30,7 +30,7 @@ class OwnCode:
 
 
 def source_of(entry: str) -> tuple[Path, str]:
-    """Return the file and the name of `FILE.py:NAME` or `MODULE:NAME`. Raises ValueError."""
+    """Return (file, NAME) of `FILE.py:NAME` or `MODULE:NAME`. Raises ValueError for no file."""
     where, _, name = entry.rpartition(":")
     path = Path(where if where.endswith(".py") else f"{where.replace('.', '/')}.py")
     if not where or not name.isidentifier():
@@ -41,12 +41,12 @@ def source_of(entry: str) -> tuple[Path, str]:
 
 
 def sha256_of(entry: str) -> str:
-    """Return the digest of an entry's file, or "" for no entry."""
+    """Return the SHA-256 of the file in `FILE.py:NAME`; "" if `entry` is empty."""
     return hashlib.sha256(source_of(entry)[0].read_bytes()).hexdigest() if entry else ""
 
 
 def load_own(entry: str) -> Any:
-    """Run the file of an entry and return the object it names. Raises ConfigurationError."""
+    """Run the file in `FILE.py:NAME` and return the object NAME. Raises ConfigurationError."""
     path, name = source_of(entry)
     try:
         return getattr(_module(path.resolve()), name)
@@ -55,7 +55,7 @@ def load_own(entry: str) -> Any:
 
 
 def callback_class(entry: str) -> type[Any]:
-    """Return the TrainerCallback class that an entry names. Raises ConfigurationError."""
+    """Return the TrainerCallback class `FILE.py:NAME`. Raises ConfigurationError."""
     from transformers import TrainerCallback  # slow to import
 
     named = load_own(entry)
@@ -70,7 +70,7 @@ def callback_class(entry: str) -> type[Any]:
 
 @cache
 def _module(path: Path) -> ModuleType:
-    """Run a Python file once, as a module that pickle and dataclasses find by its name."""
+    """Import a Python file once, under a name in sys.modules for pickle and dataclasses."""
     name = f"own_code_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "the file ends in .py"

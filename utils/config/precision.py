@@ -1,7 +1,7 @@
 """The choice of bf16 and activation_checkpointing if the user sets neither.
 
-config.yaml stores the choice, and later starts keep it: a run that moves to another machine
-computes the same.
+config.yaml stores the choice. A resumed run keeps this choice on any machine, so that it computes
+the same.
 """
 
 import json
@@ -19,17 +19,17 @@ from utils.config.strategy import assumed_gpus
 BY_LAUNCH = "the accelerate config says so"
 FAST_CPU = "this CPU computes bf16 fast"
 FAST_GPU = "the default on GPUs from compute capability 8.0"
-# Sources that a later start replaces by the choice of the first start.
+# Sources of choices that depend on the machine. A resumed run keeps its first choice instead.
 BY_MACHINE = ("default", FAST_CPU, FAST_GPU)
 RECOMPUTED = "activation_checkpointing"
 CHOSEN = ("bf16", RECOMPUTED)
 
 
 def settle_precision(values: SettingValues) -> None:
-    """Choose `bf16` and `activation_checkpointing` if they are null, with a note for the log.
+    """Choose `bf16` and `activation_checkpointing` if they are null; add log lines.
 
-    Also add a note if settings overrule the accelerate config. bf16 on a CPU sets `use_cpu`, which
-    TrainingArguments demands.
+    Another log line says if settings overrule the accelerate config's precision. bf16 on a CPU sets
+    `use_cpu`, because TrainingArguments demands it.
     """
     by_launch = values.environment.get(PRECISION_VARIABLE, "no")
     settles_device = values["bf16"] is None or is_true("ACCELERATE_USE_CPU", values.environment)
@@ -56,7 +56,7 @@ def settle_precision(values: SettingValues) -> None:
 
 
 def _choose(values: SettingValues, name: str, choice: Given) -> None:
-    """Set a choice. The run in output_dir keeps its own value instead of the machine's."""
+    """Set the setting `name` to a choice. A resumed run keeps its first value instead."""
     before = settings_of_run(values)
     old = before.get(name) if name == RECOMPUTED else bool(before.get(name))
     if before and choice.source in BY_MACHINE and old != choice.value:
@@ -67,7 +67,7 @@ def _choose(values: SettingValues, name: str, choice: Given) -> None:
 
 
 def settings_of_run(values: SettingValues) -> dict[str, Any]:
-    """Return the settings in force of the run that this start resumes; empty for a new run."""
+    """Return {name: value} of the run to resume, with recorded changes; {} for a new run."""
     places = [Path(str(values["output_dir"]))]
     named = values["resume_from_checkpoint"]
     if isinstance(named, str):
@@ -85,7 +85,7 @@ def settings_of_run(values: SettingValues) -> dict[str, Any]:
 
 
 def _open_precision(values: SettingValues, by_launch: str) -> Given:
-    """Return the value for `bf16: null` in this launch, with the reason."""
+    """Return a boolean for bf16 if the user gave none, with the reason as its source."""
     if values["fp16"]:
         return Given(False, values.shown("fp16"))
     if by_launch == "bf16" or (by_launch == "fp16" and not values.rank("fp16")):
@@ -106,7 +106,7 @@ def _open_precision(values: SettingValues, by_launch: str) -> Given:
 
 
 def trains_on_fast_gpu(values: SettingValues) -> bool:
-    """Return whether GPUs with fast bf16 train. A login node is assumed to submit to such GPUs."""
+    """Return whether the run trains on GPUs with fast bf16; True in a dry run without GPUs."""
     if values["assume"]:
         with suppress(ValueError):  # check_strategy reports it
             return assumed_gpus(values["assume"]).bf16
@@ -145,5 +145,5 @@ def has_fast_bf16() -> bool:
 
 
 def has_amx() -> bool:
-    """Return whether this CPU has AMX, which multiplies tiles in bf16, and the system allows it."""
+    """Return whether this CPU has AMX (bf16 matrix instructions) and the system enables them."""
     return bool(torch.cpu._is_amx_tile_supported())

@@ -1,4 +1,4 @@
-"""The settings of `prepare_data.py`, and the checks that need no file."""
+"""The settings of `prepare_data.py`, and checks of the settings that read no data."""
 
 import logging
 import re
@@ -21,7 +21,7 @@ VALIDATION = "validation"
 FORMATS = (
     "auto", "text", "messages", "sharegpt", "alpaca", "prompt_completion", "segments", "tokens",
 )  # fmt: skip
-# Names that `columns` gives: keys and roles of messages, and columns.
+# Our names, to which `columns` maps the user's: keys and roles of messages, and columns.
 MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "weight")
 MESSAGE_ROLES = ("user", "assistant", "tool", "system")
 COLUMNS = (
@@ -33,7 +33,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RawDataArguments:
-    """How text or chats are read: settings of prepare_data.py, and of training on raw files."""
+    """Settings for reading text or chats, in prepare_data.py and in training on raw files."""
 
     format: str = "auto"
     columns: list[str] = setting([])
@@ -46,7 +46,7 @@ class RawDataArguments:
 
 @dataclass(frozen=True)
 class PreparationArguments(RawDataArguments):
-    """Documents, tokenizer, held-out share and division of the work."""
+    """Settings of prepare_data.py: sources, tokenizer, output, and division over processes."""
 
     sources: list[str | dict[str, Any]] = setting([])
     tokenizer_name_or_path: str = ""
@@ -69,7 +69,7 @@ class PreparationArguments(RawDataArguments):
 def parse_preparation(
     argv: Sequence[str] | None, description: str | None = None
 ) -> PreparationArguments:
-    """Read the settings of `prepare_data.py`; raises ConfigurationError with every fault."""
+    """Return the settings of `prepare_data.py`. Raises one ConfigurationError with all faults."""
     values = read_settings(
         (PreparationArguments,), argv, (override_sources,), (_check_required,), "prepare_data.py",
         description,
@@ -83,9 +83,9 @@ def parse_preparation(
 
 
 def override_sources(values: SettingValues) -> None:
-    """Let a flag replace the same setting in a recipe's sources, with a line in `notes`.
+    """Remove `format` and `columns` from a recipe's sources if flags give them; add log lines.
 
-    Variables of the chat template stay, because those of a source override the setting.
+    chat_template_kwargs of a source stays, because it overrides the flag. A log line says so.
     """
     keys = ("format", "columns", "chat_template_kwargs")
     for name, key in product(("sources", "eval_sources"), keys):
@@ -104,7 +104,7 @@ def override_sources(values: SettingValues) -> None:
 
 
 def _check_required(values: SettingValues) -> Iterator[str]:
-    """Yield a fault for each setting that a preparation needs; downloading models needs none."""
+    """Yield a fault for each missing setting. A command that only downloads models needs none."""
     if values["sources"] or not values["models"]:
         for name in ("sources", "tokenizer_name_or_path", "output_dir"):
             if not values[name] and not (values["append"] and name == "tokenizer_name_or_path"):
@@ -122,13 +122,13 @@ def prepare_command(given: PreparationArguments) -> str:
 
 
 def shard_of(arguments: PreparationArguments) -> tuple[int, int]:
-    """Return (index, number of shards); an undivided run is shard 0 of 1."""
+    """Return (index, number of shards) from the setting `shard`; without it (0, 1)."""
     index, _, number = (arguments.shard or "0/1").partition("/")
     return int(index), int(number)
 
 
 def check_preparation(given: PreparationArguments) -> None:
-    """Raise ConfigurationError with every invalid or contradictory setting; read no file."""
+    """Raise one ConfigurationError that lists invalid and contradictory settings. Read no file."""
     valid_shard = re.fullmatch(r"\d+/\d+", given.shard or "0/1") is not None
     index, number = shard_of(given) if valid_shard else (1, 0)
     faults = {
@@ -165,7 +165,7 @@ def check_preparation(given: PreparationArguments) -> None:
 
 
 def check_template_variables(given: Any, what: str = "chat_template_kwargs") -> None:
-    """Raise ValueError unless `given`, the setting `what`, maps template variables to values."""
+    """Raise ValueError if a mapping of chat template variables is wrong. `what` is its setting."""
     if given is not None and not isinstance(given, Mapping):
         raise ValueError(f"{what} is {given!r}: give a mapping, such as {{enable_thinking: false}}")
     for name, value in (given or {}).items():
@@ -180,12 +180,12 @@ def check_template_variables(given: Any, what: str = "chat_template_kwargs") -> 
 
 @dataclass(frozen=True)
 class Source:
-    """One entry of `sources` or `eval_sources`: its paths, format, columns and amount.
+    """A source of documents, from `sources` or `eval_sources`: paths, format, columns, amount.
 
-    split: "train", or the name of the evaluation split that is written. from_split: the split to
-    read from a folder with several splits; None: the split named `split`. columns: pairs (name in
-    the files, our name). own_format: the user's function for records. subset, revision and
-    max_files are for datasets of the Hub.
+    split: "train", or the name of the evaluation split to write. from_split: the split to read from
+    a folder with several splits; None: the split named `split`. columns: pairs (name in the files,
+    our name). own_format: FILE.py:NAME of the user's function that converts a record. subset,
+    revision and max_files are for datasets of the Hub.
     """
 
     paths: tuple[str, ...]
@@ -210,7 +210,10 @@ ENTRY_KEYS = (
 
 
 def sources_of(arguments: PreparationArguments) -> list[Source]:
-    """Return a source for all plain paths and one for each mapping. Raises ConfigurationError."""
+    """Return the sources of `sources` and `eval_sources`. Raises ConfigurationError.
+
+    Plain paths of one split share a Source. Each mapping becomes a Source.
+    """
     sources: dict[Any, Source] = {}
     problems: list[str] = []
     for name in ("sources", "eval_sources"):
@@ -233,7 +236,7 @@ def sources_of(arguments: PreparationArguments) -> list[Source]:
 
 
 def _source(arguments: PreparationArguments, entry: Any, is_evaluation: bool) -> Source:
-    """Return one entry as a Source; raises ValueError for an entry that cannot be read."""
+    """Parse an entry of `sources` or `eval_sources`. Raises ValueError if a key is wrong."""
     given = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
     known = ("name", *ENTRY_KEYS) if is_evaluation else ENTRY_KEYS
     if unknown := sorted(given.keys() - known):

@@ -1,4 +1,4 @@
-"""Raw training data: files of text or chats in train_data, which a run prepares in its folder."""
+"""Raw training data: files of text or chats in train_data. A run tokenizes them first."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -21,9 +21,10 @@ _NOT_RAW = ("*.arrow", "*.safetensors", "*state.json", "dataset_info.json", "sto
 
 @dataclass(frozen=True)
 class RawData:
-    """The raw files that a run prepares in `folder`: sources as PATH, eval_sources as NAME=PATH.
+    """The raw files that a run tokenizes into `folder`: sources (PATH), eval_sources (NAME=PATH).
 
-    tokenizer: the setting tokenizer_name_or_path. instead: train_data with the prepared datasets.
+    tokenizer: the setting tokenizer_name_or_path. instead: the value of train_data afterwards, with
+    the prepared datasets in place of the raw files.
     """
 
     sources: list[str]
@@ -34,7 +35,7 @@ class RawData:
 
 
 def is_raw(path: str) -> bool:
-    """Tell whether a path is a file, or a folder with files that are no dataset, model or run."""
+    """Return whether a path is a file, or a non-empty folder that is no dataset, model or run."""
     given = Path(path)
     marks = [name for mark in _NOT_RAW for name in (mark, f"*/{mark}")]
     with suppress(OSError):  # a path without permission is reported when it is opened
@@ -45,10 +46,11 @@ def is_raw(path: str) -> bool:
 
 
 def datasets_of_raw(sources: Mapping[str, float | None], taken: Collection[str]) -> dict[str, str]:
-    """Return {raw file: name of the dataset that is made of it}; `taken` are names of splits.
+    """Return {raw file: name of the dataset that is made from the file}.
 
-    Raw files without weights become one dataset, `train`. With weights each one becomes a dataset:
-    the first is `train`, another has the name of its file.
+    sources: {path: weight}. taken: names of evaluation splits, which a dataset cannot have. Raw
+    files without weights become one dataset, `train`. With weights each file becomes a dataset: the
+    first is `train`, the others are named after their files.
     """
     raw = [path for path in sources if is_raw(path)]
     names = dict.fromkeys(raw, TRAIN)
@@ -61,7 +63,7 @@ def datasets_of_raw(sources: Mapping[str, float | None], taken: Collection[str])
 
 
 def take_out_raw(data: DataArguments, output_dir: str) -> tuple[DataArguments, RawData | None]:
-    """Return the settings with prepared datasets instead of raw files, and what to prepare."""
+    """Return (settings with prepared datasets in place of raw files, the raw files or None)."""
     sources, splits = train_sources(data.train_data), eval_splits(data.eval_data)
     raw = datasets_of_raw(sources, splits)
     if not raw:
@@ -92,11 +94,11 @@ def take_out_raw(data: DataArguments, output_dir: str) -> tuple[DataArguments, R
 
 
 def hold_out(values: SettingValues) -> None:
-    """Add the split that validation_fraction draws from raw files to eval_data."""
+    """Add to eval_data the split `validation`, which validation_fraction holds out of raw files."""
     with suppress(ValueError):  # check_forms reports it
         raw = [path for path in train_sources(values["train_data"] or []) if is_raw(path)]
         splits = values["eval_data"]
-        if values.rank("eval_data") < values.rank("train_data"):  # a recipe's, of its own data
+        if values.rank("eval_data") < values.rank("train_data"):  # eval_data of an overruled recipe
             splits = [each for each in splits if VALIDATION not in eval_splits([each])]
         if raw and values["validation_fraction"] and VALIDATION not in eval_splits(splits):
             rank = max(values.rank("eval_data"), values.rank("validation_fraction"))
@@ -105,7 +107,7 @@ def hold_out(values: SettingValues) -> None:
 
 
 def check_raw_data(values: SettingValues) -> Iterator[str]:
-    """Refuse missing files, a share of several datasets, and flags that only raw files have."""
+    """Yield faults: missing files, raw-data flags without effect, one fraction of many datasets."""
     sources = train_sources(values["train_data"])
     raw = [path for path in sources if is_raw(path)]
     if len(raw) > 1 and sources[raw[0]] is not None and values["validation_fraction"]:
@@ -115,7 +117,7 @@ def check_raw_data(values: SettingValues) -> Iterator[str]:
         )
     paths = [*sources, *eval_splits(values["eval_data"]).values()]
     missing = [path for path in paths if not Path(path).exists()]
-    if raw or values.unusable:  # say so before these are prepared, or beside other faults
+    if raw or values.unusable:  # report before raw data is prepared, or with other faults
         advice = ""
         if raw and values.rank("eval_data") < values.rank("train_data"):
             advice = (

@@ -40,7 +40,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return the mapping; raise MarkedYAMLError for keys that repeat or are not strings.
 
-        Inside of a setting, as in {0: 64, 2000: 128}, an integer is a string.
+        Integer keys inside a setting, as in {0: 64, 2000: 128}, become strings.
         """
         names: set[str] = set()
         for key, _ in node.value:
@@ -67,7 +67,7 @@ for _kind, _pattern in _SCALARS.items():
 
 
 def load_mapping(text: str) -> dict[str, tuple[Any, int]]:
-    """Return {key: (value, line)} of a YAML mapping. Raises YamlError."""
+    """Return {key: (value, line number)} of a YAML mapping. Raises YamlError."""
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
@@ -104,12 +104,12 @@ def load_file(path: Path) -> dict[str, tuple[Any, int]]:
 
 
 def dump_yaml(values: Mapping[str, Any]) -> str:
-    """Return plain data as YAML that readers of YAML 1.1 and 1.2 read alike."""
+    """Return a mapping as YAML text that means the same in YAML 1.1 and 1.2."""
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def entry_text(name: str, value: Any, comment: str = "") -> str:
-    """Return a setting as text of a recipe, with a comment after or above the value."""
+    """Return a setting as text of a recipe, with a comment after one line or above several."""
     mappings = isinstance(value, list) and any(isinstance(each, dict) for each in value)
     text = dump_yaml({name: value})
     if isinstance(value, (list, dict)) and not mappings:
@@ -121,7 +121,7 @@ def entry_text(name: str, value: Any, comment: str = "") -> str:
 
 
 def read_recipes(paths: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
-    """Return the settings of recipes and the faults of the files; later recipes win."""
+    """Return {name: value with its source} of recipes, and all faults; later recipes win."""
     values: dict[str, Given] = {}
     problems: list[str] = []
     files = (file for path in paths for file in _with_extended(Path(path), (), problems))

@@ -33,7 +33,7 @@ READERS: dict[str, Callable[[Any], object]] = {
 
 
 def check_forms(values: SettingValues) -> Iterator[str]:
-    """Yield faults of texts that cannot be parsed, and mark these settings unusable."""
+    """Yield a fault for each setting that cannot be parsed, and mark the setting unusable."""
     for name, read in READERS.items():
         try:
             if name not in values.unusable and values[name] is not None:
@@ -67,7 +67,7 @@ def check_run(values: SettingValues) -> Iterator[str]:
 
 
 def check_debug(values: SettingValues) -> Iterator[str]:
-    """Refuse other words than transformers' debugger, which needs plain layers and logits."""
+    """Yield a fault for `debug`, except underflow_overflow with uncompiled layers and logits."""
     if "underflow_overflow" in values["debug"]:
         if values["compile"] is not False or values["loss_head"] != "logits":
             yield f"{values.shown('debug')} needs --compile false and --loss_head logits"
@@ -76,7 +76,7 @@ def check_debug(values: SettingValues) -> Iterator[str]:
 
 
 def check_order(values: SettingValues) -> Iterator[str]:
-    """Refuse best_fit, which takes documents out of their order, with `order: sequential`."""
+    """Yield a fault for `packing: best_fit`, which reorders documents, with a sequential order."""
     if values["order"] == "sequential" and values["packing"] == "best_fit":
         given = values.shown("packing")
         yield f"{given} does not keep {values.shown('order')}: give packing: in_order"
@@ -101,7 +101,7 @@ def check_precision(values: SettingValues) -> Iterator[str]:
 
 
 def check_fp8(values: SettingValues) -> Iterator[str]:
-    """Yield faults of fp8: layers in 4 bits, no torchao. The plan checks GPU and model."""
+    """Yield faults of fp8: layers in 4 bits, no torchao. `plan_float8` checks GPU and model."""
     if not values["fp8"]:
         return
     shown = values.shown("fp8")
@@ -127,7 +127,7 @@ def check_backend(values: SettingValues) -> Iterator[str]:
 
 
 def check_context_parallel(values: SettingValues) -> Iterator[str]:
-    """Yield faults: processes that are no whole groups, a strategy that cannot share sequences."""
+    """Yield faults: ranks that do not divide into groups, attention or strategy without support."""
     size, processes, environment = values["context_parallel"], values.world_size, values.environment
     shown = values.shown("context_parallel")
     if size < 2:
@@ -153,7 +153,7 @@ def check_context_parallel(values: SettingValues) -> Iterator[str]:
 
 
 def check_evaluation(values: SettingValues) -> Iterator[str]:
-    """Yield faults: save_strategy best, evaluation at each log line, a faulty best-model metric."""
+    """Yield faults: save_strategy best, no eval_steps, a wrong or missing best-model metric."""
     splits = eval_splits(values["eval_data"])
     if values["save_strategy"] == "best":
         yield (

@@ -57,8 +57,8 @@ MOOT: Rules = (
     ("activation_checkpointing", _is("auto"), "activation_offloading"),
     ("dataloader_num_workers", _is(0), "dataloader_persistent_workers dataloader_prefetch_factor"),
 )
-# CONTRADICTIONS: cause and named settings ask for different trainings, which is an error. But a
-# setting of a stronger source (a flag, a later recipe) overrules the other.
+# CONTRADICTIONS: `cause` and the named settings ask for different trainings, which is an error. If
+# one has a stronger source (a flag, a later recipe), it overrules the weaker one without an error.
 CONTRADICTIONS: Rules = (
     ("eval_data", _is([]), "load_best_model_at_end early_stopping_patience"),
     ("eval_strategy", _is("no"), "load_best_model_at_end early_stopping_patience"),
@@ -101,7 +101,7 @@ def leave_out_overruled(values: SettingValues) -> None:
 
 
 def leave_out_moot(values: SettingValues) -> None:
-    """Reset settings that a default or derived value makes ineffective; call after deriving."""
+    """Reset settings that a default or derived value makes ineffective. Call after deriving all."""
     for name, cause in _without_effect(values, MOOT):
         # A value that is off or null has no effect anyway.
         if values.rank(name) > 0 and values[name]:
@@ -109,7 +109,7 @@ def leave_out_moot(values: SettingValues) -> None:
 
 
 def check_contradictions(values: SettingValues) -> Iterator[str]:
-    """Yield a fault for each setting that contradicts another; only one for each pair."""
+    """Yield one fault for each pair of settings that contradict each other."""
     refused: set[str] = set()
     # Given causes come first, because a value that the user wrote explains more than a default.
     by_rank = sorted(CONTRADICTIONS, key=lambda rule: values.rank(rule[0]), reverse=True)
@@ -133,6 +133,6 @@ def no_effect(values: SettingValues, name: str, cause: str) -> str:
 
 
 def leave_out(values: SettingValues, name: str, cause: str) -> None:
-    """Reset a setting to its default, with a line for the log."""
+    """Reset a setting to its default, and add a log line that names the cause."""
     values.notes.append(no_effect(values, name, cause))
     del values.given[name]

@@ -50,10 +50,10 @@ from utils.config.strategy import describe_launch
 class RunSettings:
     """The parsed settings of a run: one object each for run, data, model, training and own code.
 
-    values: every setting by name, with its source. script: file name of the script. raw: the files
-    that the run prepares first; `data` names the result. staged: (folder, copy) of each split that
-    has a copy on this node, by (directory, split). The objects do not change later: RunPlan has the
-    derived values.
+    values: every setting by name, with its source. script: file name of the script. raw: files that
+    the run tokenizes before training (`data` names the resulting datasets). staged: {(directory,
+    split): (folder, its copy on this node)} of the splits that are copied to this node. The objects
+    do not change later: RunPlan has the derived values.
     """
 
     run: RunArguments
@@ -68,7 +68,7 @@ class RunSettings:
 
     @property
     def batch_sizes(self) -> dict[int, int]:
-        """The global batch by the first step that has it. Raises ConfigurationError."""
+        """{first step: global batch size from this step on}. Raises ConfigurationError."""
         last, by_step = self.run.global_batch_size, self.run.batch_warmup
         return batch_sizes(last, by_step) if by_step else {0: last}
 
@@ -79,17 +79,17 @@ class RunSettings:
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """The values of all settings as plain data."""
+        """{name: value} of all settings, as recipes write the values."""
         return {name: self.values.written(name) for name in self.values}
 
 
 def parse_pretraining(argv: Sequence[str] | None, description: str) -> RunSettings:
-    """Read the settings of `pretrain.py`; raises ConfigurationError with every fault."""
+    """Return the settings of `pretrain.py`. Raises one ConfigurationError with all faults."""
     return _parse(PretrainConfig, PRETRAINING_CHECKS, argv, "pretrain.py", description)
 
 
 def parse_fine_tuning(argv: Sequence[str] | None, description: str) -> RunSettings:
-    """Read the settings of `sft_train.py`; raises ConfigurationError with every fault."""
+    """Return the settings of `sft_train.py`. Raises one ConfigurationError with all faults."""
     return _parse(FineTuneConfig, FINE_TUNING_CHECKS, argv, "sft_train.py", description)
 
 
@@ -127,9 +127,9 @@ def _parse(
 
 
 def with_derived(settings: RunSettings, found: Mapping[str, tuple[Any, str]]) -> RunSettings:
-    """Return a copy of the settings with derived values {name: (value, reason)}.
+    """Return a copy of the settings with the values in `found`, {name: (value, reason)}.
 
-    `found` has settings of RunArguments and DataArguments, and per_device_train_batch_size.
+    Names are those of RunArguments and DataArguments, and per_device_train_batch_size.
     """
     values = replace(settings.values, given={**settings.values.given}, notes=[])
     for name, (value, why) in found.items():
@@ -186,7 +186,7 @@ def leave_out_old_keywords(values: SettingValues) -> None:
 
 
 def split_batch_sizes(values: SettingValues) -> None:
-    """Replace a mapping in global_batch_size by its last size, and put it into batch_warmup."""
+    """Move a mapping {step: size} from global_batch_size to batch_warmup; keep the last size."""
     given = values.given.get("global_batch_size")
     if given is not None and isinstance(given.value, dict):
         sizes = batch_sizes(None, given.value)
@@ -194,14 +194,15 @@ def split_batch_sizes(values: SettingValues) -> None:
         values.given["global_batch_size"] = replace(given, value=max(sizes.values()))
         values.given["batch_warmup"] = replace(given, value=by_step)
     elif 0 < values.rank("batch_warmup") < values.rank("global_batch_size"):
-        leave_out(values, "batch_warmup", "global_batch_size")  # of a run's config.yaml
+        leave_out(values, "batch_warmup", "global_batch_size")  # from the config.yaml of a run
 
 
 def derive_batch_sizes(values: SettingValues) -> None:
     """Derive global_batch_size, or a smaller micro-batch if the given global batch needs one.
 
-    A smaller micro-batch with more accumulation trains the same. A given micro-batch is replaced
-    only if the global batch has a stronger source, or is a multiple of it without the ranks.
+    A smaller micro-batch with more accumulation trains the same. A micro-batch that the user gave
+    is replaced only if the global batch has a stronger source, or if the global batch is a multiple
+    of the micro-batch and only the number of ranks does not fit.
     """
     total, micro = values["global_batch_size"], values["per_device_train_batch_size"]
     ranks = values.data_ranks
@@ -224,7 +225,7 @@ def derive_batch_sizes(values: SettingValues) -> None:
 
 
 def derive_for_one_process(values: SettingValues) -> None:
-    """Derive context_parallel 1 for one process; note that ddp_comm_hook does nothing there."""
+    """Derive context_parallel 1 for one process; log that ddp_comm_hook has no effect there."""
     if values.world_size > 1:
         return
     if values["context_parallel"] > 1:

@@ -36,7 +36,7 @@ FOREIGN = {
 ONE_PROCESS = ("NO", False, "MULTI_CPU")  # YAML reads an unquoted NO as false
 SHARDING = ("FSDP", "DEEPSPEED")
 _ROOT = Path(__file__).parents[2]
-# The share of an unknown GPU's nominal memory that torch sees, about.
+# About the share of nominal memory that torch sees on a GPU that is not in gpus.yaml.
 VISIBLE_SHARE = 0.95
 _OFFLOADS = ("offload_optimizer_device", "offload_param_device", "fsdp_offload_params")
 _FORM = re.compile(r"(?:(\d+)x)?(\d+)x(?:(\w[\w ]*)-)?(\d+)GB", re.IGNORECASE)
@@ -60,7 +60,7 @@ class StrategyConfig:
 
     @property
     def shards(self) -> bool:
-        """Return whether the config shards over processes, without offload or an own file."""
+        """Return whether the config only shards states: no offload, no DeepSpeed file."""
         own = block(self.content, "fsdp_config") | block(self.content, "deepspeed_config")
         offloads = any(own.get(name) not in (None, False, "none") for name in _OFFLOADS)
         return self.kind in SHARDING and not offloads and "deepspeed_config_file" not in own
@@ -69,7 +69,7 @@ class StrategyConfig:
 def choose_config(
     environment: Mapping[str, str], strategy: Given, processes: int, *, on_cpu: bool
 ) -> StrategyConfig:
-    """Return the accelerate config for a launch of `processes` processes.
+    """Return the accelerate config for a launch of `processes` processes with a strategy.
 
     ACCELERATE_CONFIG wins over `strategy`. "auto" depends on the number of processes. A single
     process gets single_gpu.yaml for a strategy that needs several. Raises ConfigurationError.
@@ -210,7 +210,7 @@ class AssumedGpus:
 
 @cache
 def known_gpus() -> dict[str, dict[str, Any]]:
-    """Return the figures of each GPU in gpus.yaml, by name."""
+    """Return {GPU name: memory_gib, tflops, link_gb_s, ...} from gpus.yaml."""
     import yaml
 
     text = Path(__file__).with_name("gpus.yaml").read_text(encoding="utf-8")
