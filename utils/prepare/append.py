@@ -1,10 +1,10 @@
-"""New sources for the finished train split in OUT: `prepare_data.py --append`.
+"""Append to a finished dataset: `prepare_data.py --append` adds new sources to OUT/train.
 
-They are prepared in OUT/.append, like any dataset. Then their Arrow files move to OUT/train under
-new names. The append counts from the moment when stoker.json is replaced: readers that find the old
-stoker.json or state.json see the old or the new documents, never a part. The files of the old
-documents do not change, and stoker.json keeps the old fingerprint, by which a resumed run finds its
-data. The same command finishes an append that was killed.
+The new sources are prepared in OUT/.append, like any dataset. Then their Arrow files move to
+OUT/train under new names. The new documents belong to the dataset as soon as stoker.json is
+replaced; state.json follows. A reader of either file sees all new documents or none. The files of
+the old documents do not change. stoker.json keeps the old fingerprint, so a resumed run recognizes
+its data. After a kill, the same command finishes the append.
 """
 
 import fcntl
@@ -38,8 +38,9 @@ _HELD_OUT: dict[str, Any] = {"validation_fraction": 0.0, "eval_sources": []}
 def append(arguments: PreparationArguments) -> None:
     """Prepare new sources and add them to the train split of a finished dataset.
 
-    Raises ConfigurationError for a dataset that cannot grow, another tokenizer, template or kind of
-    documents, a source that is in the dataset already, and another append that is not finished.
+    Raises ConfigurationError if OUT has no finished dataset, if tokenizer, chat template or
+    document format differ from the dataset's, if the dataset already has one of the sources, and if
+    another append is running or unfinished.
     """
     folder = Path(arguments.output_dir)
     train, addition = folder / TRAIN, folder / APPEND
@@ -65,7 +66,8 @@ def append(arguments: PreparationArguments) -> None:
         if problems:
             raise ConfigurationError([f"{train}: {problem}" for problem in problems])
     with _sole_append(addition, workspace.digest, shared=given.shard is not None):
-        described = read_description(train) or described  # another process may have ended just now
+        # Read again: another process may have finished this append in the meantime.
+        described = read_description(train) or described
         if _has_appended(described, workspace.digest):
             _finish(train, addition, described)
             logger.info("%s: these sources are appended already", from_here(train))
@@ -74,7 +76,7 @@ def append(arguments: PreparationArguments) -> None:
 
 
 def _parts(described: Description) -> list[Mapping[str, Any]]:
-    """Return what stoker.json says of the first preparation and of each append."""
+    """Return the entries in stoker.json about the first preparation and about each append."""
     return [described.preparation, *described.preparation.get("appended", ())]
 
 
@@ -83,7 +85,7 @@ def _has_appended(described: Description, digest: str) -> bool:
 
 
 def _problems(planned: Preparation, described: Description) -> list[str]:
-    """Return why the documents of a preparation cannot join a dataset."""
+    """Return the reasons why the planned documents cannot join the dataset; [] if they can."""
     problems, plan = [], planned.plan
     if described.tokenizer.get("sha256") != planned.tokenizer_sha256:
         problems.append(
@@ -113,15 +115,15 @@ def _problems(planned: Preparation, described: Description) -> list[str]:
 
 @contextmanager
 def _sole_append(addition: Path, digest: str, *, shared: bool) -> Iterator[None]:
-    """Hold the lock of OUT/.append, as one of several shards if `shared`.
+    """Lock OUT/.append against other appends; with `shared`, other shards of this append may join.
 
-    The digest is that of the sources and settings to append. Raises ConfigurationError if another
-    process appends, or if the folder has an unfinished append of something else.
+    addition: the folder OUT/.append. digest: hash of the sources and settings to append. Raises
+    ConfigurationError if another append holds the lock, or left unfinished work in the folder.
     """
     addition.mkdir(exist_ok=True)
     lock = os.open(addition, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # the file system has no locks
             try:
                 fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -129,7 +131,7 @@ def _sole_append(addition: Path, digest: str, *, shared: bool) -> Iterator[None]
                     f"{addition}: another process is appending: wait for its end."
                 ) from None
         begun, other = addition / WORKSPACE, None
-        if any(begun.glob("unit-*.json")):  # finished ones
+        if any(begun.glob("unit-*.json")):  # finished work units
             other = read_object(begun / SETTINGS).get("digest")
         if (prepared := read_description(addition / TRAIN)) is not None:
             other = prepared.preparation.get("settings_sha256")
@@ -144,7 +146,7 @@ def _sole_append(addition: Path, digest: str, *, shared: bool) -> Iterator[None]
 
 
 def _join(train: Path, addition: Path) -> None:
-    """Move the new Arrow files to `train`, and describe old and new documents as one dataset."""
+    """Move the new Arrow files to `train`, and write a stoker.json for old and new documents."""
     old = open_token_dataset(train).description  # refuses damaged files
     added = read_description(addition / TRAIN)
     assert added is not None, "finish_preparation has written it"
@@ -172,7 +174,7 @@ def _join(train: Path, addition: Path) -> None:
 
 
 def _finish(train: Path, addition: Path, described: Description) -> None:
-    """Let state.json list all files for `datasets`, and remove the folder of the append."""
+    """List all Arrow files in state.json (for `datasets`), and delete the folder OUT/.append."""
     if [file.name for file in data_files(train)] != list(described.files):
         state = read_object(train / STATE_FILE)
         state["_data_files"] = [{"filename": name} for name in described.files]

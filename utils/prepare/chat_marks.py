@@ -1,8 +1,8 @@
-"""A chat with marks around the texts of its messages, and the checks of its rendering.
+"""A chat with marks around the texts of its messages, and checks that its rendering is complete.
 
-Marks are rare letters around a text. They show which message a text in the rendering is from, even
-if the template moves, trims or drops the text. A marked rendering must equal the plain one once its
-marks are removed. This proves that the marks changed nothing else.
+Marks are rare letters around a text. In the rendering, marks show which message a text is from,
+even if the template moved, trimmed or dropped the text. Without its marks, the marked rendering
+must equal the plain rendering. This proves that the marks changed nothing else.
 """
 
 import html
@@ -32,7 +32,10 @@ LEFT_OUT = "the chat template leaves out {} (--chat_template takes one that prin
 
 
 class Mark(NamedTuple):
-    """One mark: its index in the plain rendering, its message's index, and the kind of the text."""
+    """A mark in a rendering. at: its index in the plain rendering. message: the message's index.
+
+    kind: CONTENT, REASONING, CALL or NAME, the kind of the marked text.
+    """
 
     at: int
     message: int  # NO_MESSAGE: the repeated name of a call, for example with the call's result
@@ -45,8 +48,8 @@ class MarkedChat:
     Marks surround the words between tags such as <think>. There is also a mark at the edge of a
     text that begins or ends with a tag, and before an empty text. Raises UnusableRowError if marks
     change what the template prints, for example if the template compares the start of texts.
-    `expected`: the number of marks of each (message, kind) in a complete rendering. `indices`: the
-    position of each mark in `text`. `marks_of`: {message: indices of its marks in `marks`}.
+    `expected`: {(message index, kind): number of marks in a complete rendering}. `indices`: the
+    position of each mark in `text`. `marks_of`: {message index: indices of its marks in `marks`}.
     """
 
     def __init__(self, template: ChatTemplate, chat: ChatDocument, text: str):
@@ -87,16 +90,17 @@ class MarkedChat:
     def refused(
         self, index: int, problem: str, reason: str = "template_refused"
     ) -> UnusableRowError:
-        """Return the error for a message that cannot be trained on."""
+        """Return an error that names message `index` and says why it cannot be trained on."""
         role = self.chat.messages[index]["role"]
         return UnusableRowError(reason, f"message {index} ({role}): {problem}")
 
     def bounds(self, message: int) -> tuple[int, int, int, int]:
-        """Return four indices in `text` around the words of a message.
+        """Return four indices in `text` that delimit a message's own texts.
 
-        They are the end of the previous message's words, the start and the end of this message's
-        words, and the start of the next message's words. Raises UnusableRowError if no words are
-        printed, or if other messages are printed between them.
+        They are the end of the previous message, the start and the end of this message, and the
+        start of the next message, without the text that the template adds around messages. Raises
+        UnusableRowError if the message is not printed, or if another message is printed
+        inside it.
         """
         if message not in self.marks_of:
             raise self.refused(message, "nothing of it is printed", "content_left_out")
@@ -111,11 +115,11 @@ class MarkedChat:
         return next(before, 0), start, stop, next(behind, len(self.text))
 
     def rendered(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        """Render messages, with or without marks, with the tools and options of this chat."""
+        """Return the rendering of messages with this chat's tools and options. Marks are kept."""
         return self._template.render(replace(self.chat, messages=messages), generation_prompt)
 
     def behind_words(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        """Render messages; return the text behind the last marked words, without the marks."""
+        """Render marked messages; return the text after the last mark, with any marks removed."""
         text, marks = self._without_marks(self.rendered(messages, generation_prompt))
         return text[max((mark.at for mark in marks if mark.message != NO_MESSAGE), default=0) :]
 
@@ -149,13 +153,13 @@ class MarkedChat:
         return marked
 
     def _part(self, index: int, part: Mapping[str, str]) -> dict[str, str]:
-        """Put marks around the text of a content part, which is under the name of its type."""
+        """Return a content part ({"type": T, T: text}) with marks around its text."""
         name = part["type"]
         kind = REASONING if name == "thinking" else CONTENT
         return {"type": name, name: self._text(part[name], index, kind, self._marks_empty)}
 
     def _text(self, text: str, index: int, kind: int, can_be_empty: bool = False) -> str:
-        """Put marks around the words of a text. Words between thinking tags count as reasoning."""
+        """Return a text with marks around its words. Words in thinking tags count as reasoning."""
         if not text.strip():
             return self._mark(index, kind) + text if can_be_empty else text
         pieces = TAGS.split(text)
@@ -194,7 +198,7 @@ class MarkedChat:
         return {**call, "function": function}
 
     def _value(self, value: Any, index: int) -> Any:
-        """Put marks around every string of a JSON value, but not around keys."""
+        """Return a JSON value with marks around every string. Keys get no marks."""
         if isinstance(value, str):
             return self._text(value, index, CALL)
         if isinstance(value, Mapping):
@@ -204,7 +208,7 @@ class MarkedChat:
     # --- checks
 
     def _check_words(self, rendering: str) -> None:
-        """Raise UnusableRowError if the template changes the words of a message."""
+        """Raise UnusableRowError if the template changes a text, except by JSON or HTML escapes."""
         for index, kind, text in self._marked_texts:
             mark = self._mark(index, kind)
             if f"{mark}{text}{mark}" in rendering or mark not in rendering:
@@ -223,7 +227,7 @@ class MarkedChat:
                 raise self.refused(index, problem, "text_changed")
 
     def turns_without_thinking(self) -> set[int]:
-        """Return the turns that are printed without their reasoning.
+        """Return the indices of messages that are rendered without their reasoning.
 
         Many templates print reasoning in the last turn only. Raises UnusableRowError if any other
         text of a message, or a tool, is not in the rendering.
@@ -251,7 +255,7 @@ class MarkedChat:
         return {index for index, _ in left_out}
 
     def _setting_that_prints(self, index: int, kind: int) -> str:
-        """Return a setting of THINKING_ON with which the template prints a text; "" if none is."""
+        """Return the entry of THINKING_ON, as JSON, that makes the template print a text, or ""."""
         for setting in THINKING_ON:
             options = {**(self.chat.template_options or {}), **setting}
             chat = replace(self.chat, messages=self.messages, template_options=options)
@@ -262,7 +266,7 @@ class MarkedChat:
 
 
 def words_of_calls(message: Message) -> Iterator[str]:
-    """Yield the names, keys and numbers in a message's tool calls, which marks do not cover."""
+    """Yield the function names, keys and numbers in a message's tool calls, which get no marks."""
     for call in message.get("tool_calls") or []:
         yield call["function"]["name"]
         yield from _keys_and_numbers(call["function"]["arguments"])
@@ -280,5 +284,5 @@ def _keys_and_numbers(value: Any) -> Iterator[str]:
 
 
 def shown(text: str) -> str:
-    """Return a text in quotes, shortened to 80 characters."""
+    """Return a text in quotes for an error message, shortened to 80 characters."""
     return repr(text if len(text) <= 80 else text[:80] + "...")

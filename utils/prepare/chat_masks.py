@@ -1,4 +1,4 @@
-"""Loss masks of chats: the parts of a rendered chat that are trained on, checked for every chat.
+"""Loss masks of chats: the spans of a rendered chat that are trained on.
 
 A template may have {% generation %} markers around the assistant's text. Without markers
 chat_turns.py finds the start and the end of each turn.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MaskedChat:
-    """A rendered chat and the spans [start, stop) of its trained text, in characters.
+    """A rendered chat, and the spans of its trained text: [start, stop) in characters.
 
     drops_thinking: the template leaves out the reasoning of at least one trained turn.
     """
@@ -40,7 +40,7 @@ class MaskedChat:
 
 
 class ChatMasks:
-    """Renderer of chats with one tokenizer's template. It also finds the text to train on."""
+    """Renderer of chats with one tokenizer's template, which also finds the text to train on."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", date: str | None = None):
         self.template = ChatTemplate(tokenizer, date)
@@ -49,8 +49,8 @@ class ChatMasks:
     def __call__(self, document: ChatDocument) -> MaskedChat:
         """Return the rendering of a chat and the spans to train on.
 
-        Turns before message `first_trained` and turns with `weight: 0` are left out. Raises
-        UnusableRowError if the template does not fit the chat.
+        Turns before message `first_trained` and turns with `weight: 0` are not trained on. Raises
+        UnusableRowError if the template refuses the chat, or if the spans do not pass the checks.
         """
         try:
             with limits(f"{document.location}: the chat template", RENDERING_BYTES):
@@ -65,7 +65,7 @@ class ChatMasks:
             raise UnusableRowError("template_refused", message) from error
 
     def _takes_without_system(self, document: ChatDocument) -> bool:
-        """Tell whether the template takes a chat only without its system message."""
+        """Return whether the template refuses this chat only because of its system message."""
         if document.messages[0]["role"] != "system":
             return False
         with suppress(Exception):
@@ -94,7 +94,7 @@ class ChatMasks:
         return MaskedChat(text, trained_spans, not without_thinking.isdisjoint(trained))
 
     def _check_spans(self, chat: MarkedChat, turn: int, spans: Sequence[Span], text: str) -> None:
-        """Raise UnusableRowError if `spans` lack a part of the turn or have other turns' words."""
+        """Raise UnusableRowError if `spans` miss a part of the turn or contain other messages."""
         words = [chat.indices[number] for number in chat.marks_of.get(turn, ())]
         # The generation prompt may already have the tags that begin a text, such as <think>.
         start = spans[0][0] if spans else 0
@@ -126,11 +126,11 @@ class ChatMasks:
 def _spans_of_blocks(
     chat: MarkedChat, turns: Sequence[int], blocks: Sequence[Span]
 ) -> dict[int, list[Span]]:
-    """Return the {% generation %} blocks of each turn of `turns`.
+    """Return {turn: its {% generation %} blocks}. turns: the indices of the assistant's messages.
 
-    Marks surround the text of each message (see chat_marks.py). A block belongs to the first
-    turn with marks inside the block. If no turn has marks there, find the last message with a mark
-    before the block. The block belongs to the next turn after this message.
+    Marks surround the text of each message (see chat_marks.py). A block belongs to the first turn
+    with marks inside the block. If no turn has marks inside, the block belongs to the first turn
+    after the last message with a mark before the block.
     """
     own: dict[int, list[Span]] = {turn: [] for turn in turns}
     for start, stop in blocks:

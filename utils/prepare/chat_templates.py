@@ -1,4 +1,4 @@
-"""Rendering of chats by a template on a fixed date, plain or with {% generation %} blocks."""
+"""Rendering of chats by a tokenizer's chat template, with a fixed date as today's date."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from utils.prepare.values import Location
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Keys of a message's reasoning in published data; templates read one of the first two.
+# Keys of a message's reasoning in published data. A template reads one of the first two.
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 PROBE = Location("a probe")  # the location of the short chats that try out a template
 PROBE_ID = "abcdefghi"  # the id of a tool call; Mistral's templates only take nine letters
@@ -39,8 +39,8 @@ class ChatTemplate:
 
     Some templates read message contents as strings, others as lists of parts. Some read the
     arguments of tool calls as objects, others as JSON strings. This class renders short chats to
-    find the form that the template reads, and `adapted` converts messages to this form.
-    date: the date (YYYY-MM-DD) that the template prints as today's date.
+    find the form that the template reads, and `adapted` converts messages to this form. date: the
+    date (YYYY-MM-DD) that the template prints as today's date.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", date: str | None = None):
@@ -57,7 +57,7 @@ class ChatTemplate:
             self._compiled.globals["strftime_now"] = datetime.fromisoformat(date).strftime
 
     def render(self, chat: ChatDocument, generation_prompt: bool = False) -> str:
-        """Return the chat as the template prints it.
+        """Return the rendering of a chat as text.
 
         Raises ConfigurationError if the template takes too much time or memory, and any other
         Exception if the template refuses the chat.
@@ -66,7 +66,7 @@ class ChatTemplate:
             return str(self._compiled.render(**self._variables_of(chat, generation_prompt)))
 
     def render_with_markers(self, chat: ChatDocument) -> tuple[str, list[tuple[int, int]]]:
-        """Return (rendering, [(start, stop) of each {% generation %} block]), in characters."""
+        """Return the rendering, and [(start, stop)] of {% generation %} blocks in characters."""
         from transformers.utils.chat_template_utils import _render_with_assistant_indices
 
         return _render_with_assistant_indices(self._compiled, **self._variables_of(chat, False))
@@ -83,7 +83,7 @@ class ChatTemplate:
         }
 
     def adapted(self, messages: Iterable[Message]) -> list[dict[str, Any]]:
-        """Return the messages in the form that the template reads."""
+        """Return messages with content, reasoning and calls in the form that the template reads."""
         found = []
         for message in messages:
             adapted = {"content": ""} | {k: v for k, v in message.items() if v is not None}
@@ -103,7 +103,7 @@ class ChatTemplate:
 
     @cached_property
     def _reads_parts(self) -> bool:
-        """Whether the template prints contents only if they are lists of parts."""
+        """Whether the template prints a message's content only as a list of parts, not as text."""
         text = "stoker probes"
         parts = [{"type": "text", "text": text}]
         as_text = self._render_reply({"content": text})
@@ -111,7 +111,7 @@ class ChatTemplate:
 
     @cached_property
     def _reads_thoughts_as_parts(self) -> bool:
-        """Whether the template prints reasoning only if it is a part of the content (Ministral)."""
+        """Whether the template prints reasoning only as a part of the content list (Ministral)."""
         thought = "stoker thinks"
         part = {"type": "thinking", "thinking": thought}
         in_parts = self._render_reply({"content": [part, {"type": "text", "text": "x"}]})
@@ -123,7 +123,7 @@ class ChatTemplate:
 
     @cached_property
     def _reads_objects(self) -> bool:
-        """Whether the template reads arguments of calls as objects. If not, it reads strings."""
+        """Whether the template reads the arguments of tool calls as objects, not as JSON text."""
         for as_object in (True, False):
             text = self._render_call({"stoker": "probe"}, as_object)
             # The wrong form is visible: an object in Python's notation, or a string encoded twice.
@@ -133,7 +133,7 @@ class ChatTemplate:
 
     @cached_property
     def prints_ids(self) -> bool:
-        """Whether the template prints a call's id in place of its name (Kimi: functions.NAME:0)."""
+        """Whether the template prints a call's id, but not its name (Kimi: id functions.NAME:0)."""
         text = self._render_call({}, self._reads_objects)
         return "look_up" not in text and PROBE_ID in text
 

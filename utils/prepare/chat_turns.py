@@ -2,15 +2,15 @@
 
 "Words" are the texts of a message; the template prints other text before and behind the words.
 
-start   Compare the text before the turn's words with the template's generation prompt. The shared
-        part, apart from blanks, is the header (<|im_start|>assistant). It is not trained on. Some
-        templates end every chat with a header, the "standing header", even if no generation
-        prompt is requested.
+start   Compare the text before the turn's words with the template's generation prompt. The part
+        that both share, apart from blanks, is the header (<|im_start|>assistant). The header is
+        not trained on. Some templates end every chat with a header, the "standing header", even if
+        no generation prompt is requested.
 end     Compare the text behind the turn's words with the text that the template prints there if
-        the chat ends with this turn. The shared part, up to its last special token, is trained on.
-        Tool calls end like answers, or with a token that is printed once after all calls
-        (<|call|>). If a template has no token to end a turn (GLM), the token that opens the next
-        message ends the turn. Without any special tokens, EOS is appended to the last turn.
+        the chat ends with this turn. The part that both share, up to its last special token, is
+        trained on. Tool calls end like answers, or with a token that is printed once after all
+        calls (<|call|>). If a template has no token to end a turn (GLM), the token that opens the
+        next message ends the turn. Without any special tokens, EOS is appended to the last turn.
 """
 
 import re
@@ -61,10 +61,11 @@ class TurnDelimiter:
         (self._question,) = template.adapted([{"role": "user", "content": PROBE}])
 
     def spans(self, chat: MarkedChat, turns: Sequence[int]) -> tuple[dict[int, list[Span]], str]:
-        """Return each turn's span in the plain rendering, and a text to append to the rendering.
+        """Return {turn: its spans in the plain rendering}, and a text to append to the rendering.
 
-        The text ends the last turn; it is "" if the template itself prints an end. Raises
-        UnusableRowError.
+        turns: message indices of the assistant's turns. The text to append ends the last turn; it
+        is "" if the template itself ends the turn. Raises UnusableRowError if a start or an end is
+        not found.
         """
         spans: dict[int, list[Span]] = {}
         closing, last = "", 0
@@ -78,7 +79,7 @@ class TurnDelimiter:
                 found = (self._header_length(chat, turn, gap), *self._end(chat, turn, following))
                 if len(self._delimiters) > CACHED:
                     self._delimiters.clear()
-                if not re.search(r"\d", found[2]):  # a text with a number fits no other turn
+                if not re.search(r"\d", found[2]):  # a text with a number fits only this turn
                     self._delimiters[key] = found
             header, length, closing = found
             start, last = max(low + header, last), behind + length
@@ -89,7 +90,7 @@ class TurnDelimiter:
 
     @staticmethod
     def _key(chat: MarkedChat, turn: int, gap: str, following: str) -> tuple[Any, ...]:
-        """Return a cache key: turns with equal keys have headers and ends of equal lengths."""
+        """Return a cache key. Turns with equal keys have headers of equal length and equal ends."""
         given, messages = chat.chat, chat.chat.messages
         ids = [call.get("id") for call in messages[turn].get("tool_calls") or []]
         numbers = "|".join([*map(re.escape, filter(None, ids)), r"\d"])
@@ -105,7 +106,7 @@ class TurnDelimiter:
     # --- the start of a turn
 
     def _header_length(self, chat: MarkedChat, turn: int, gap: str) -> int:
-        """Return the index in `gap` where the header ends. Raises UnusableRowError if not found."""
+        """Return where the header (<|im_start|>assistant) ends in `gap`, or UnusableRowError."""
         endings = self._endings(chat, chat.messages[:turn])
         header = self._header_like_prompt(chat, turn, gap, *endings) if endings else -1
         if header >= 0:
@@ -127,13 +128,16 @@ class TurnDelimiter:
     def _header_like_prompt(
         self, chat: MarkedChat, turn: int, gap: str, bare: str, prompt: str
     ) -> int:
-        """Return the index in `gap` where the header shared with `prompt` ends; -1 if not found."""
+        """Return the index in `gap` where the header ends, or -1 if `prompt` has another header.
+
+        bare, prompt: the texts behind the previous message without and with generation prompt.
+        """
         closed = self._end_of_last_message(chat, turn, gap, bare)
         reply, _, _ = self._followed_by(chat, turn, {"role": ASSISTANT}).partition(PROBE)
         if prompt == closed:
             # The template has no generation prompt. Use the text that it prints before any reply.
             if not reply.startswith(bare) or re.search(r"\w", reply[len(bare) :]):
-                prompt = reply or prompt  # else nothing is in front of a reply: there is no header
+                prompt = reply or prompt  # if nothing is in front of a reply, there is no header
             match = self._specials.match(bare.lstrip())
             token = match.group() if match else self.stop
             if reply and token != self.stop and not reply.lstrip().startswith(token):
@@ -152,11 +156,11 @@ class TurnDelimiter:
         return shared if not closed and bare.strip() and common == len(bare) else -1
 
     def _header_before_difference(self, gap: str, prompt: str, closed: str, reply: str) -> int:
-        """Return the index in `gap` where the header ends, if `prompt` has the same one; else -1.
+        """Return the index in `gap` where the header ends, or -1 if `prompt` has another header.
 
-        The two differ behind the header. For example, `gap` ends in <think></think>, and `prompt`
-        in <think> and a line break.
-        closed: the text that ends the previous message. reply: the text in front of a reply.
+        `gap` and `prompt` differ behind the header. For example, `gap` ends in <think></think>, and
+        `prompt` in <think> and a line break. closed: the text that ends the previous message.
+        reply: the text in front of a reply.
         """
         shared, _ = _common_ignoring_blanks(gap, prompt)
         start, _ = _common_ignoring_blanks(gap, closed)
@@ -174,7 +178,7 @@ class TurnDelimiter:
         return -1 if is_other or has_words else cut
 
     def _end_of_last_message(self, chat: MarkedChat, turn: int, gap: str, bare: str) -> str:
-        """Return the text in `bare` that ends the last message, without a standing header."""
+        """Return the part of `bare` that ends the previous message, without the next header."""
         for role in ("user", "tool"):
             before, probe, _ = self._followed_by(chat, turn, {"role": role}).rpartition(PROBE)
             if probe:
@@ -188,7 +192,10 @@ class TurnDelimiter:
         return text.rstrip().removesuffix(header) if ends else text
 
     def _standing_header(self, chat: MarkedChat) -> str:
-        """Return the standing header, without a start that user messages also have; "" if none."""
+        """Return the header that the template prints at the end of every chat; "" without one.
+
+        Text that the template also prints before a user message does not belong to the header.
+        """
         key = bool(chat.chat.tools), repr(chat.chat.template_options)
         if key in self._standing_headers:
             return self._standing_headers[key]
@@ -202,7 +209,7 @@ class TurnDelimiter:
         except Exception:  # the template refuses these messages
             question = ended = following = ""
         start = len(_common_prefix(ended, following))
-        for text in (ended, following):  # do not cut a token in two
+        for text in (ended, following):  # move the start back if it is inside a special token
             tokens = (t.start() for t in self._specials.finditer(text) if t.end() > start)
             start = min(start, next(tokens, start))
         rest = ended[start:].strip()
@@ -250,7 +257,7 @@ class TurnDelimiter:
     def _end_after_calls(
         self, chat: MarkedChat, turn: int, ended: str, continued: str
     ) -> tuple[int, str] | None:
-        """Return the result of `_end` for a turn with tool calls; None if no token ends it."""
+        """Return the result of `_end` for a turn with tool calls; None if nothing ends the turn."""
         is_last = turn == len(chat.messages) - 1
         answer = self._followed_by(chat, turn, {"role": ASSISTANT}).rpartition(PROBE)[2].strip()
         plain = answer.removesuffix(self._standing_header(chat)).strip()
@@ -269,7 +276,7 @@ class TurnDelimiter:
         return found
 
     def _end_of_all_calls(self, chat: MarkedChat, turn: int, ended: str, continued: str) -> int:
-        """Return the index in `ended` after the token that closes all calls at once; else 0."""
+        """Return the index in `ended` behind a token that ends all calls together; 0 if none."""
         end = self._end_of_shared_tokens(chat, ended, continued)
         tokens = (t.group() for t in self._specials.finditer(ended) if t.end() == end)
         if (token := next(tokens, None)) is None:
@@ -288,7 +295,7 @@ class TurnDelimiter:
     def _end_of_turn(
         self, chat: MarkedChat, ended: str, continued: str, is_last: bool
     ) -> tuple[int, str] | None:
-        """Return the result of `_end` from the texts behind a turn; None if nothing ends it."""
+        """Return the result of `_end`, found in the texts after a turn; None if nothing ends it."""
         if end := self._end_of_shared_tokens(chat, ended, continued):
             return end, ""
         one, two = self._specials.search(ended), self._specials.search(continued)
@@ -308,7 +315,7 @@ class TurnDelimiter:
         return (len(ended), self.stop) if has_no_end else None
 
     def _end_of_shared_tokens(self, chat: MarkedChat, ended: str, continued: str) -> int:
-        """Return the end of the last special token in the texts' common prefix; 0 without any."""
+        """Return the index after the last special token in the texts' common prefix; 0 if none."""
         shared = _common_prefix(ended, continued) if continued else ended
         if self.stop in shared:
             return shared.index(self.stop) + len(self.stop)
@@ -324,7 +331,7 @@ class TurnDelimiter:
     # --- renderings
 
     def _text_if_continued(self, chat: MarkedChat, turn: int) -> str:
-        """Return the text between messages[turn] and a next message; "" if the template refuses."""
+        """Return the text between a turn and a next message; "" if the template refuses."""
         answer = {"role": "user"}
         if calls := chat.chat.messages[turn].get("tool_calls"):
             name, number = calls[-1]["function"].get("name", ""), calls[-1].get("id", PROBE_ID)
@@ -332,9 +339,9 @@ class TurnDelimiter:
         return self._followed_by(chat, turn + 1, answer).rpartition(PROBE)[0]
 
     def _followed_by(self, chat: MarkedChat, turn: int, message: Message) -> str:
-        """Return the text that the template prints behind messages[:turn] if `message` follows.
+        """Return the text after messages[:turn] if `message` follows with the content PROBE.
 
-        `message` gets the content PROBE, which is in the text. "" if the template refuses the chat.
+        The text includes PROBE. It is "" if the template refuses the chat.
         """
         (probe,) = self._template.adapted([{**message, "content": PROBE}])
         try:
@@ -344,7 +351,7 @@ class TurnDelimiter:
 
     @staticmethod
     def _endings(chat: MarkedChat, messages: Sequence[Message]) -> tuple[str, str] | None:
-        """Return texts behind `messages` without and with generation prompt; None if refused."""
+        """Return the text after `messages` without and with generation prompt; None if refused."""
         try:
             return chat.behind_words(messages), chat.behind_words(messages, generation_prompt=True)
         except Exception:  # the template refuses an empty chat, or a chat that ends with these
@@ -352,7 +359,7 @@ class TurnDelimiter:
 
 
 def _common_ignoring_blanks(one: str, two: str) -> tuple[int, int]:
-    """Return where the common prefix of two strings ends in each string, ignoring blanks."""
+    """Return the end of the common prefix of two strings, as an index in each, ignoring blanks."""
     i = j = 0
     shared = (0, 0)
     while i < len(one) and j < len(two):

@@ -30,7 +30,7 @@ CUTS = re.compile(r"(?<=\w)(?= \w)|(?<=\S\n)(?=\w)")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The ids that a tokenizer adds before and behind a text. end: the tokenizer's EOS.
+    """The special token ids that a tokenizer adds before and behind a text. end: the id of EOS.
 
     Special tokens that a text already begins or ends with are not added again.
     """
@@ -41,7 +41,7 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerBase") -> "SpecialTokens":
-        """Derive the special tokens from the ids of a word with and without special tokens.
+        """Find a tokenizer's special tokens by tokenizing a word with and without them.
 
         Raises ConfigurationError if special tokens change the word's own ids.
         """
@@ -60,7 +60,7 @@ class SpecialTokens:
         )
 
     def around(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids to add at the start and at the end of a document with these ids."""
+        """Return the special ids missing before a document with `ids`, and those missing behind."""
         nothing = self.before[:0].astype(ids.dtype)
         begins = np.array_equal(ids[: self.before.size], self.before)
         before = nothing if begins else self.before.astype(ids.dtype)
@@ -71,14 +71,14 @@ class SpecialTokens:
         return before, behind.astype(ids.dtype)
 
     def are_all(self, ids: np.ndarray) -> bool:
-        """Tell whether all ids are special tokens."""
+        """Return whether all ids are special tokens. Also True for no ids."""
         return bool(np.isin(ids, [*self.before, *self.behind, self.end]).all())
 
 
 def encode(
     tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], special_tokens: bool = False
 ) -> list[np.ndarray]:
-    """Return the ids of each text."""
+    """Return the token ids of each text, (tokens,) int64. special_tokens: add BOS and the like."""
     if not texts:
         return []  # a tokenizer takes no empty list
     with foreign(f"the tokenizer {tokenizer.name_or_path}", TOKENIZER_FAILS):
@@ -100,7 +100,7 @@ def encode_with_offsets(
 
 
 def text_pieces(text: str, most: int) -> Iterator[str]:
-    """Cut a text into pieces of at most `most` characters, between words if possible."""
+    """Yield a text in pieces of at most `most` characters, cut between words if possible."""
     start = 0
     while len(text) - start > most:
         stop = start + most
@@ -116,14 +116,14 @@ def text_pieces(text: str, most: int) -> Iterator[str]:
 
 
 class Prompt(NamedTuple):
-    """The text of a prompt as its author wrote it, and the token ids that the model continues."""
+    """A prompt for the model: its text for display, and the token ids that the model continues."""
 
     text: str
     token_ids: list[int]
 
 
 def prompt_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Return the ids of a text that a model continues: with BOS as in training, without EOS."""
+    """Return the ids of a text that the model continues: with BOS as in training, without EOS."""
     (ids,) = encode(tokenizer, [text])
     before, _ = SpecialTokens.of(tokenizer).around(ids)
     return [*before.tolist(), *ids.tolist()]
@@ -134,8 +134,9 @@ def load_prompts(
 ) -> list[Prompt]:
     """Return the prompts of `sample_prompts`: each entry is a text, or a .txt or .jsonl file.
 
-    A line of a .jsonl file has `prompt` or, for `chats`, `messages`. With `chats`, the tokenizer's
-    chat template renders the prompts, if there is one. Raises ConfigurationError with all faults.
+    Each line of a file is a prompt. A line of a .jsonl file is an object with `prompt` or, with
+    `chats`, `messages`. With `chats`, the tokenizer's chat template, if any, renders the prompts.
+    Raises ConfigurationError with all faults.
     """
     template = ChatTemplate(tokenizer) if chats and tokenizer.chat_template is not None else None
     prompts, problems = [], []
@@ -150,7 +151,7 @@ def load_prompts(
                 )
             prompts.append(prompt)
         except ConfigurationError:
-            raise  # a limit of time or memory, which every other prompt would reach as well
+            raise  # the template took too much time or memory, as it would for every prompt
         except Exception as error:  # also an error of the template
             problems.append(f"sample_prompts {where}: {reason(error)}")
     if problems:
@@ -159,7 +160,7 @@ def load_prompts(
 
 
 def _prompt_lines(entries: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (origin, text) of each prompt; ConfigurationError for an unreadable or empty file."""
+    """Yield (origin, text) of each prompt. ConfigurationError for an unreadable or empty file."""
     for entry in entries:
         path = Path(entry)
         is_named_like_a_file = path.suffix in (".jsonl", ".txt")
@@ -179,7 +180,7 @@ def _prompt_lines(entries: Sequence[str]) -> Iterator[tuple[str, str]]:
 def _prompt(
     fields: Any, tokenizer: "PreTrainedTokenizerBase", template: ChatTemplate | None
 ) -> Prompt:
-    """Return the prompt of a line. A faulty line raises an Exception of any type."""
+    """Return a prompt from a text or a .jsonl object. Faulty input may raise any Exception."""
     record = fields if isinstance(fields, dict) else {"prompt": fields}
     key = "messages" if "messages" in record else "prompt"
     asked = record.get(key)
@@ -211,10 +212,11 @@ PROBES = (
 
 
 def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_format: str) -> str:
-    """Return "gigatoken" or "tokenizers". For `auto` this is gigatoken if it can be used.
+    """Return the tokenizer library to use: "gigatoken" or "tokenizers". wanted: the setting.
 
-    Gigatoken tokenizes plain texts, and must give the tokenizer's ids on difficult ones. Raises
-    ConfigurationError if it is required and cannot be used.
+    `auto` means gigatoken if it can be used: for plain texts, and if its ids equal the tokenizer's
+    on difficult texts (PROBES). Raises ConfigurationError if gigatoken is wanted and cannot be
+    used.
     """
     if wanted == "tokenizers":
         return wanted
@@ -238,7 +240,7 @@ def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_f
 
 
 class GigatokenEncoder:
-    """An encoder with gigatoken; any Exception if gigatoken does not know the tokenizer."""
+    """An encoder of texts with gigatoken. Raises any Exception for an unsupported tokenizer."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         import gigatoken
@@ -246,7 +248,7 @@ class GigatokenEncoder:
         self._tokenizer = gigatoken.Tokenizer(tokenizer.backend_tokenizer)
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text."""
+        """Return the token ids of each text, without special tokens."""
         import awkward
 
         if not texts:

@@ -34,7 +34,10 @@ _OTHER_FILES += ["*/*/*", "*consolidated*.safetensors"]
 
 
 class Download(NamedTuple):
-    """Files of one commit of a Hub repository. part: the description of the files for the log."""
+    """A download from a Hub repository: the files of one commit whose names match `patterns`.
+
+    part: a description of the files in log lines.
+    """
 
     kind: Kind
     name: str
@@ -61,10 +64,11 @@ class Download(NamedTuple):
 
 
 def fetch(arguments: PreparationArguments) -> dict[str, Path]:
-    """Download the files that the settings name and the cache lacks; do nothing when offline.
+    """Download the files that the settings name and the Hub's cache lacks; nothing when offline.
 
-    Returns {name in the settings: folder in the cache} of datasets, models and the tokenizer.
-    Raises ConfigurationError for names that cannot be downloaded, and StorageError without room.
+    Returns {name in the settings: folder in the cache} of datasets, models and the tokenizer; {}
+    when offline. Raises ConfigurationError for names that cannot be downloaded, and StorageError if
+    the disk has too little space.
     """
     from huggingface_hub import is_offline_mode
 
@@ -93,7 +97,7 @@ def _missing_files(
     """Return (folders as `fetch` returns them, necessary downloads, their size in bytes).
 
     If the Hub cannot be reached, log a warning and return no downloads: the cache may be enough.
-    Raises ConfigurationError instead if `offline_dir` is set, and for names that are unknown.
+    Raises ConfigurationError instead if `offline_dir` is set, and for unknown names.
     """
     named: list[tuple[str, Any]] = [
         (path, source) for source in sources_of(arguments) for path in source.paths
@@ -134,11 +138,11 @@ def _missing_files(
 
 
 def _dataset(cache: HubCache, path: str, source: Source) -> Download | None:
-    """Return a Hub dataset's Download; None for a local path. Unknown names raise ValueError."""
+    """Return the download of a Hub dataset; None for a local path. ValueError for unknown names."""
     dataset = hub_dataset(path, source)
     if dataset is None:
         if not (glob.has_magic(path) or os.path.lexists(path)):
-            raise ValueError("no such file or folder")  # say so before anything is downloaded
+            raise ValueError("no such file or folder")  # before anything is downloaded
         return None
     revision, listing = cache.listing(dataset, ask=True)
     split, files = files_of_split(dataset, listing, source)
@@ -149,7 +153,7 @@ def _dataset(cache: HubCache, path: str, source: Source) -> Download | None:
 
 
 def _model(cache: HubCache, given: str, weights: bool) -> Download | None:
-    """Return the Download of a model or tokenizer; None for a local tokenizer."""
+    """Return the download of a model (`weights`) or of a tokenizer; None for a local tokenizer."""
     found = _MODEL.fullmatch(given)
     if found is None or Path(given).exists():
         if weights:
@@ -162,7 +166,7 @@ def _model(cache: HubCache, given: str, weights: bool) -> Download | None:
 
 
 def check_room(folder: Path, size: int) -> None:
-    """Log the size of a download and the free space; raise StorageError if space is short."""
+    """Log a download's size and the free space. size: bytes. StorageError if space is too small."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     logger.info(f"to download in all: {_gb(size)}, into {folder}, where {_gb(free)} are free")
@@ -179,7 +183,7 @@ def _gb(size: int) -> str:
 
 
 def _is_unreachable(error: BaseException) -> bool:
-    """Tell whether an error of the Hub's client says that there is no connection."""
+    """Return whether an error of the Hub's client says that there is no connection."""
     from httpx2 import TransportError  # the client's own HTTP library
     from huggingface_hub import errors
 
@@ -191,7 +195,10 @@ def _is_unreachable(error: BaseException) -> bool:
 
 
 def describe_fault(error: Exception) -> str:
-    """Return an error of the Hub's client or of `datasets` with advice; re-raise any other."""
+    """Return the text of an error of the Hub's client or of `datasets`, with advice.
+
+    Re-raises any other error.
+    """
     from datasets.exceptions import DatasetNotFoundError
     from huggingface_hub import errors
 
@@ -214,7 +221,7 @@ def describe_fault(error: Exception) -> str:
 
 
 def fill_offline_dir(arguments: PreparationArguments) -> None:
-    """Download into `offline_dir`, and check that tokenizer and configurations load from there.
+    """Download into `offline_dir`; check that tokenizer and model configurations load from there.
 
     Raises ConfigurationError for a download that fails, and for a file that does not load.
     """

@@ -1,4 +1,4 @@
-"""Advice for rows of unknown format: flags `--columns theirs=ours` that rename columns."""
+"""Advice for rows in an unknown format: the flags `--columns theirs=ours` that rename columns."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ Renaming = dict[str, str]  # {column of the file: column of a row format in rows
 
 
 def naming_hint(fields: Mapping[str, Any]) -> str:
-    """Return advice for a row of unknown format: the --columns flags that make it readable."""
+    """Return advice for a row in an unknown format: the --columns flags that make it readable."""
     if are_messages([fields]) and {"content", "text", "value"} & fields.keys():
         return "each row is one message: put the messages of a chat into one row, as 'messages'"
     found: dict[str, Renaming] = {}
@@ -64,14 +64,17 @@ def naming_hint(fields: Mapping[str, Any]) -> str:
 
 
 def absent_columns(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the names in `columns` that neither the row nor its messages have, except roles."""
-    text = str(fields).replace('"', "'")  # messages may be JSON
+    """Return the names in --columns that are no column, message key or role of the row.
+
+    columns: pairs (name in the file, our name). Names of roles are not reported, except `system`.
+    """
+    text = str(fields).replace('"', "'")  # messages may be JSON text with double quotes
     absent = [each for each in columns if each[0] not in fields and f"'{each[0]}'" not in text]
     return [name for name, ours in absent if ours not in MESSAGE_ROLES or ours == "system"]
 
 
 def misreading(given: Mapping[str, Any], source: Source) -> str:
-    """Return why a row with known columns would be trained on wrongly; "" if the row is fine."""
+    """Return why a row in a known format would be trained on wrongly; "" if the row is fine."""
     fields = renamed(given, source.columns)
     filtered = [name for name, _ in source.filters]
     one_message = "role" in fields and "text" in fields and "parent_id" in fields
@@ -95,7 +98,7 @@ def misreading(given: Mapping[str, Any], source: Source) -> str:
 
 
 def _candidates(fields: Mapping[str, Any]) -> Iterator[tuple[str, Renaming]]:
-    """Yield (kind of document, renaming) for known names of columns, the most likely first."""
+    """Yield (kind of document, renaming) for columns with well-known names, the likeliest first."""
     spelled = {name.lower(): name for name in fields}
     is_preference = "chosen" in fields
     answers: Sequence[str] = ("chosen",) if is_preference else _ANSWERS
@@ -132,7 +135,7 @@ def _chats(
 
 
 def _unknown(fields: Mapping[str, Any]) -> dict[str, Renaming]:
-    """Return {kind of document: renaming} for a row of strings whose columns have unknown names."""
+    """Return {kind of document: renaming} for a row of strings with unknown column names."""
     names = [
         name
         for name, value in fields.items()
@@ -148,7 +151,7 @@ def _unknown(fields: Mapping[str, Any]) -> dict[str, Renaming]:
 
 
 def _problem(fields: Mapping[str, Any], names: Renaming) -> str:
-    """Return why a renaming does not fit the row; "" if the row can be read with it."""
+    """Return why a row is unreadable even with its columns renamed; "" if it is readable."""
     columns = tuple(names.items())
     ours = renamed(fields, columns)
     formats = detect_formats(ours)

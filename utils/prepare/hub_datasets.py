@@ -1,7 +1,8 @@
 """Datasets of the Hugging Face Hub: the files of their splits, and paths in the Hub's cache.
 
-Preparation reads only the cache, so it needs no network. fetch.py fills the cache. It also gets the
-list of the files of each split, once per commit and subset, and saves the list in the cache.
+Preparation reads only the Hub's cache, so it needs no network. fetch.py fills the cache. For each
+commit and subset it also gets the list of the files of each split, and saves this list in the
+cache.
 """
 
 import json
@@ -46,16 +47,17 @@ class HubDataset:
 
     @property
     def key(self) -> str:
-        """NAME@REVISION, under which `HubCache` and stoker.json store the dataset's commit."""
+        """NAME@REVISION, the key of the dataset's commit in `HubCache` and stoker.json."""
         return f"{self.name}@{self.revision or 'main'}"
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of each split of a subset at one commit.
+    """The files of each split in one subset of a Hub dataset, at one commit.
 
     others: the names of the other subsets. mtime_ns: the date of the newest commit that changed one
-    of the first _DATED_FILES files. Unlike a local file's date, it is equal on all machines.
+    of the first _DATED_FILES files. All machines see the same date, unlike the date of a local
+    file.
     """
 
     subset: str
@@ -85,8 +87,8 @@ class HubCache:
     """The Hub's cache: in `offline_dir`, or by default in the user's HF_HOME.
 
     begun_with: {HubDataset.key: commit} that earlier shards and runs read for this output_dir.
-    Later shards and runs read the same commits, even if a dataset has changed on the Hub.
-    commits: {HubDataset.key: commit} of the datasets that `cached_files` has found in the cache.
+    Later shards and runs read the same commits, even if a dataset has changed on the Hub. commits:
+    {HubDataset.key: commit} of the datasets that `cached_files` has found in the cache.
     """
 
     def __init__(self, arguments: PreparationArguments):
@@ -102,7 +104,7 @@ class HubCache:
     def resolve(
         self, kind: Kind, name: str, revision: str | None, *, ask: bool
     ) -> "ResolvedRevision":
-        """Return the commit of a revision: from the Hub if `ask`, else from the cache."""
+        """Return the commit of a revision, from the Hub with `ask`, else from the cache."""
         from huggingface_hub import HfApi
 
         if ask and (fault := hub_fault()):
@@ -112,7 +114,7 @@ class HubCache:
         )
 
     def snapshot(self, kind: Kind, name: str, commit: str) -> Path:
-        """Return the cache's folder with the files of a commit."""
+        """Return the cache folder with the files of a commit. name: the repository's name."""
         from huggingface_hub.file_download import repo_folder_name
 
         repository = repo_folder_name(repo_id=name, repo_type=kind)
@@ -121,7 +123,7 @@ class HubCache:
     def listing(self, dataset: HubDataset, *, ask: bool) -> tuple["ResolvedRevision", Listing]:
         """Return a dataset's commit and its Listing, which the cache stores as JSON.
 
-        If `ask`, the commit comes from the Hub, and so does a listing that the cache lacks. Else a
+        ask: get the commit from the Hub, and a listing that the cache lacks. Without `ask`, a
         missing listing raises FileNotFoundError. Raises ValueError for a missing or unknown subset.
         """
         from huggingface_hub import HfApi
@@ -151,10 +153,10 @@ class HubCache:
 def files_of_split(
     dataset: HubDataset, listing: Listing, source: Source
 ) -> tuple[str, Sequence[str]]:
-    """Return the split of a dataset that a source reads, and its first `max_files` files.
+    """Return the name of the split that a source reads, and its first `max_files` files.
 
-    The split is `source.from_split` if given, else the split with the name `source.split` or a
-    synonym (validation: dev), else the only split. Raises ValueError if there is no such split.
+    The split is `source.from_split` if given. Else it is the split named `source.split` or a
+    synonym (dev for validation), or the only split. Raises ValueError if there is no such split.
     """
     wanted = source.from_split or source.split
     by_meaning = {SPLIT_NAMES.get(name, name): name for name in listing.splits}
@@ -176,10 +178,10 @@ def files_of_split(
 def cached_files(
     cache: HubCache, source: Source, remarks: Remarks
 ) -> tuple[list[str], dict[str, tuple[str, int]]]:
-    """Return a source's paths on disk, and {path: (url, mtime_ns)} of paths in the Hub's cache.
+    """Return the local paths of a source's files, and {path: (url, mtime_ns)} of Hub files.
 
-    url: hf://..., the same on every machine. Adds a message to `remarks.problems` for each path
-    that is faulty or not completely in the cache.
+    url: hf://..., the same on every machine. Adds a message to `remarks.problems` for each path of
+    the source that is faulty or not completely in the cache.
     """
     paths: list[str] = []
     of_hub: dict[str, tuple[str, int]] = {}
@@ -198,7 +200,7 @@ def cached_files(
 def _cached(
     cache: HubCache, dataset: HubDataset, source: Source, remarks: Remarks
 ) -> dict[str, tuple[str, int]]:
-    """Return {path: (url, mtime_ns)} of a dataset's files; ValueError if the cache lacks one."""
+    """Return {path: (url, mtime_ns)} of a dataset's files; ValueError if the cache lacks any."""
     from huggingface_hub.errors import RevisionResolutionError
 
     not_cached = (
@@ -228,7 +230,7 @@ def _cached(
 
 
 def refuse_uncached(arguments: PreparationArguments) -> None:
-    """Raise a ConfigurationError that lists the Hub datasets missing from the cache, if any."""
+    """Raise ConfigurationError if sources are faulty or Hub datasets are not in the cache."""
     cache, remarks = HubCache(arguments), Remarks()
     with remarks.lines:
         for source in sources_of(arguments):
@@ -240,7 +242,7 @@ def refuse_uncached(arguments: PreparationArguments) -> None:
 
 
 def _read_card(dataset: HubDataset, commit: str) -> tuple[str, list[str], Splits]:
-    """Read the dataset's card; return (subset, names of all subsets, files of each split)."""
+    """Read a dataset's card from the Hub; return (subset, all subsets, files of each split)."""
     from datasets import load_dataset_builder
 
     # With an empty cache the library asks the Hub instead of answering from an older download.
@@ -250,7 +252,7 @@ def _read_card(dataset: HubDataset, commit: str) -> tuple[str, list[str], Splits
                 dataset.name, dataset.subset, revision=commit, cache_dir=empty
             )
         except ValueError as error:
-            if "onfig" not in str(error):  # Config name is missing, BuilderConfig not found
+            if "onfig" not in str(error):  # "Config name is missing", "BuilderConfig ... not found"
                 raise
             problem = str(error).partition("Example of usage")[0].strip()
             raise ValueError(f"{problem}: {_CHOOSE_SUBSET}") from error
@@ -265,7 +267,7 @@ def _read_card(dataset: HubDataset, commit: str) -> tuple[str, list[str], Splits
 
 
 def _read_parquet_branch(dataset: HubDataset, commit: str) -> tuple[str, list[str], Splits]:
-    """Return the same as `_read_card`, from the files SUBSET/SPLIT/NUMBER.parquet of a commit."""
+    """Return (subset, all subsets, files of each split), from paths SUBSET/SPLIT/NUMBER.parquet."""
     from huggingface_hub import HfApi
 
     names = HfApi().list_repo_files(dataset.name, repo_type="dataset", revision=commit)

@@ -1,7 +1,7 @@
 """Messages of published chats, converted to the messages that chat templates read.
 
-A message gets a role, its content as one text, its tool calls as objects, and `weight: 0` if it is
-excluded from training. Unknown keys stay, because a template may read them.
+A converted message has a role, its content as one text, its tool calls as objects, and `weight: 0`
+if it is excluded from training. Unknown keys stay, because a template may read them.
 """
 
 import json
@@ -60,7 +60,7 @@ _ABOUT_TRAINING = re.compile("train|loss|mask|weight", re.IGNORECASE)
 
 
 def are_messages(value: Any) -> bool:
-    """Tell whether a value is a non-empty list of messages with a role."""
+    """Return whether a value is a non-empty list of messages: objects with `role` or `from`."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -73,8 +73,8 @@ def messages_of(
 ) -> list[dict[str, Any]]:
     """Return the messages in `value`, in the form that chat templates read.
 
-    names: pairs (name in the file, our name) of keys and roles. Raises UnusableRowError if `value`
-    has no message or a faulty one. The error names `column`.
+    column: the column's name in errors. names: pairs (name in the file, our name) of message keys
+    and roles. Raises UnusableRowError if `value` has no message or a faulty one.
     """
     value = decoded(value)
     if isinstance(value, Mapping):
@@ -111,7 +111,7 @@ def unread_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def role_word(message: Mapping[str, Any]) -> str:
-    """Return the role of a published message, normalized: "Tool-Call:" becomes "tool_call"."""
+    """Return the role of a published message in normal spelling: "tool_call" for "Tool-Call:"."""
     word = str(message.get("role", message.get("from"))).strip().rstrip(":")
     return word.lower().replace("-", "_")
 
@@ -119,10 +119,10 @@ def role_word(message: Mapping[str, Any]) -> str:
 def check_answers(
     messages: Sequence[Mapping[str, Any]], first_trained: int = 0, column: str = "the chat"
 ) -> None:
-    """Raise UnusableRowError if messages[first_trained:] have no answer, or an empty one.
+    """Raise UnusableRowError if messages[first_trained:] have no answer, or an empty answer.
 
-    Answers with `weight: 0` may be empty; others would then train only the end token. column: the
-    name of the messages in the error.
+    An empty answer would train only the end token. Answers with `weight: 0` may be empty. column:
+    the name of the messages in the error.
     """
     answers = [m for m in messages[first_trained:] if m["role"] == ASSISTANT]
     if not answers:
@@ -142,7 +142,7 @@ def check_answers(
 
 
 def _single_messages(where: str, given: Any, turn: int) -> Iterator[dict[str, Any]]:
-    """Yield the messages of one item of a list. turn: the item's index."""
+    """Yield the messages in one item of a chat's list. given: the item. turn: its index."""
     message = decoded(given)
     if isinstance(given, str) and not are_messages([message]):
         yield {"role": ("user", ASSISTANT)[turn % 2], "content": given}  # as in UltraChat
@@ -163,7 +163,7 @@ def _single_messages(where: str, given: Any, turn: int) -> Iterator[dict[str, An
 
 
 def _split_tool_results(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a message; each `tool_result` part (Anthropic) in it becomes a tool message."""
+    """Yield the message, with each Anthropic `tool_result` part as a tool message of its own."""
     content = message.get("content")
     if not isinstance(content, list) or not any(map(_is_tool_result, content)):
         yield message
@@ -185,7 +185,7 @@ def _is_tool_result(part: Any) -> bool:
 
 
 def _question_and_answer(where: str, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the messages of an object that holds a question and its answer."""
+    """Yield the messages of an object with a question and its answer, else UnusableRowError."""
     spelled = {key.lower(): key for key in message}
     asked = next((spelled[key] for key in _ASKED if key in spelled), None)
     answered = next((spelled[key] for key in _ANSWERED if key in spelled), None)
@@ -206,7 +206,10 @@ def _question_and_answer(where: str, message: dict[str, Any]) -> Iterator[dict[s
 
 
 def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its role, its content as one text, and its tool calls as objects."""
+    """Return a message with its role, its content as one text, and its tool calls as objects.
+
+    where: the message's name in errors. Raises UnusableRowError for a faulty message.
+    """
     message, text_key = _with_role_and_content(where, given)
     content = message.get("content")
     parts: list[Any] = []
@@ -239,13 +242,16 @@ def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _twice(where: str, *names: str) -> UnusableRowError:
-    """Return the error for a message with the same content under two keys."""
+    """Return the error about a message with the same content under two keys, `names`."""
     problem = f"{where} has {' and '.join(map(repr, names))}: keep one of them"
     return UnusableRowError("wrong_type", problem)
 
 
 def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return (message with the keys `role` and `content`, the key that held its text before)."""
+    """Return the message with keys `role` and `content`, and the key that had the content before.
+
+    Raises UnusableRowError for an unknown role.
+    """
     role_key = "role" if "role" in message else "from"
     given, word = message[role_key], role_word(message)
     check_text(f"{role_key!r} of {where}", given)
@@ -275,7 +281,7 @@ def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict
 
 
 def _read_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
-    """Return the text, reasoning and calls of content parts, by the keys that templates read."""
+    """Return {"content": text} of content parts; "reasoning_content" and "tool_calls" if any."""
     texts, thoughts, calls = [], [], []
     for part in parts:
         kind, said = "text", part
@@ -301,7 +307,7 @@ def _read_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
 
 
 def _as_json(where: str, result: Any) -> str:
-    """Return a tool's result as JSON; raises UnusableRowError for values that JSON lacks."""
+    """Return a tool's result as JSON text; UnusableRowError for values that JSON lacks."""
     try:
         return json.dumps(result, ensure_ascii=False)
     except TypeError as error:  # bytes or dates of Arrow
@@ -310,7 +316,7 @@ def _as_json(where: str, result: Any) -> str:
 
 
 def _thought_text(said: Any) -> Any:
-    """Join a list of texts or text parts (Mistral, OpenAI); return any other value unchanged."""
+    """Return a list of texts or text parts (Mistral, OpenAI) as one text; else the value itself."""
     if not isinstance(said, list):
         return said
     texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in said]
@@ -323,7 +329,7 @@ def _says_nothing(message: Mapping[str, Any]) -> bool:
 
 
 def _check_says_something(where: str, message: Mapping[str, Any], text_key: str) -> None:
-    """Raise UnusableRowError for a message without content, or with its text under another key."""
+    """Raise UnusableRowError for a message without content or with its text under a wrong key."""
     lost = [
         repr(key)
         for key, value in message.items()
@@ -340,7 +346,10 @@ def _check_says_something(where: str, message: Mapping[str, Any], text_key: str)
 
 
 def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Return calls as {"type", "function": {"name", "arguments"}}; arguments become an object."""
+    """Return tool calls in OpenAI's form: {"type", "function": {"name", "arguments": object}}.
+
+    calls: one call or a list, also as JSON text. Raises UnusableRowError for a malformed call.
+    """
     found = []
     for call in map(decoded, calls if isinstance(calls, list) else [calls]):
         function = decoded(call.get("function", call)) if isinstance(call, Mapping) else {}
@@ -362,9 +371,13 @@ def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _with_weight(where: str, message: dict[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
-    """Remove the training flags of an answer; add `weight: 0` if they exclude it from training."""
+    """Return the message without its training flags (`train`, `mask`, ...).
+
+    An answer that its flags exclude from training gets `weight: 0`. Other roles keep a flag that
+    asks for training. Raises UnusableRowError for contradicting or unclear flags.
+    """
     flags = _flags(message)
-    if message["role"] != ASSISTANT:  # a key that asks for training stays
+    if message["role"] != ASSISTANT:  # a flag that asks for training stays
         idle = [k for k in flags if k.lower() in _MASKED or not message[k]]
         return {key: value for key, value in message.items() if key not in idle}
     said = [_is_trained(where, key, message.pop(key)) for key in flags]
@@ -380,7 +393,7 @@ def _flags(message: Mapping[str, Any]) -> list[str]:
 
 
 def _is_trained(where: str, key: str, value: Any) -> bool:
-    """Tell whether a key asks for training. Raises UnusableRowError for an unclear value."""
+    """Return whether a key's value asks for training. Raises UnusableRowError if it is unclear."""
     word = key.lower()
     if word in _TRAINED and isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)

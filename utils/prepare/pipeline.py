@@ -45,7 +45,7 @@ EXAMPLE_TOKENS = 256
 
 @dataclass(frozen=True)
 class Preparation:
-    """A preparation that is planned; nothing is written yet."""
+    """A planned preparation: its settings, plan, tokenizer, their hashes and the workspace."""
 
     arguments: PreparationArguments
     plan: PreparationPlan
@@ -56,10 +56,11 @@ class Preparation:
 
 
 def prepare(arguments: PreparationArguments) -> None:
-    """Tokenize the work units of this shard; assemble the datasets when all shards are complete.
+    """Tokenize this process's share of the sources; assemble the datasets once all shares are done.
 
-    Finished units are not repeated. With --shard outside a Slurm job array, a last run with --merge
-    assembles. Raises ConfigurationError for unusable settings, sources, tokenizer and rows.
+    Finished work units (pieces of the sources) are not repeated. A Slurm job array assembles after
+    its last shard. With --shard elsewhere, a last run with --merge assembles. Raises
+    ConfigurationError for unusable settings, sources, tokenizer and rows.
     """
     given = begin_preparation(arguments)
     plan, workspace = given.plan, given.workspace
@@ -74,7 +75,7 @@ def prepare(arguments: PreparationArguments) -> None:
 
 
 def begin_preparation(arguments: PreparationArguments) -> Preparation:
-    """Plan a preparation and load its tokenizer. Writes nothing. Raises as `prepare` does."""
+    """Plan a preparation and load its tokenizer; write nothing. Raises what `prepare` raises."""
     check_preparation(arguments)
     plan = plan_preparation(arguments)
     plan.log()
@@ -89,9 +90,10 @@ def begin_preparation(arguments: PreparationArguments) -> Preparation:
 
 
 def finish_preparation(given: Preparation, *, apart: bool = False) -> Path | None:
-    """Do the work of `prepare` after `begin_preparation`; return the folder once it is complete.
+    """Tokenize and assemble a planned preparation. Return the datasets' folder.
 
-    With `apart` only worker processes tokenize.
+    Returns None if other shards are not complete. apart: tokenize in worker processes only, never
+    in this process. Raises as `prepare` does.
     """
     arguments, plan, tokenizer = given.arguments, given.plan, given.tokenizer
     workspace = given.workspace
@@ -137,7 +139,7 @@ def finish_preparation(given: Preparation, *, apart: bool = False) -> Path | Non
 def finished_counts(
     plan: PreparationPlan, workspace: Workspace, shards: int
 ) -> dict[int, UnitCounts]:
-    """Return all work units' counts. Raises ConfigurationError if shards are incomplete."""
+    """Return {index: counts} of all work units. ConfigurationError if shards are incomplete."""
     found = {unit.index: workspace.counts_of(unit.index) for unit in plan.units}
     counts = {index: count for index, count in found.items() if count is not None}
     missing = Counter(index % shards for index in found.keys() - counts.keys())
@@ -153,7 +155,7 @@ def finished_counts(
 
 
 def log_counts(plan: PreparationPlan, counts: Mapping[int, UnitCounts]) -> None:
-    """Log the documents and tokens of each source, and the rows and columns left out."""
+    """Log the documents and tokens of each source, and the rows and columns that were left out."""
     sources = [list(group) for _, group in groupby(plan.units, lambda unit: unit.source)]
     for units in sources:
         own = sum((counts[unit.index] for unit in units), UnitCounts())
@@ -183,7 +185,11 @@ def log_counts(plan: PreparationPlan, counts: Mapping[int, UnitCounts]) -> None:
 
 
 def assemble_split(split: str, given: Preparation, counts: Mapping[int, UnitCounts]) -> None:
-    """Make the dataset of a split from the files of its units, and write its stoker.json."""
+    """Make the dataset of a split from the Arrow files of its work units, and write stoker.json.
+
+    counts: {index of the work unit: counts}. Raises ConfigurationError if the files hold other
+    numbers of documents and tokens than were written.
+    """
     plan, tokenizer, workspace = given.plan, given.tokenizer, given.workspace
     folder = workspace.output_dir / split
     features = token_features(id_type(tokenizer), plan.settings.document_format)
@@ -237,9 +243,10 @@ def assemble_split(split: str, given: Preparation, counts: Mapping[int, UnitCoun
 def move_files(
     folder: Path, workspace: Workspace, units: list[int], features: dict[str, Any]
 ) -> None:
-    """Move the Arrow files of a split to its folder; add the JSON files that `datasets` reads.
+    """Move the Arrow files of a split to its folder; write the JSON files that `datasets` reads.
 
-    Files that an interrupted run has already moved are kept.
+    units: indices of the split's work units. Files that an interrupted run has already moved are
+    kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"data-{number:05d}-of-{len(units):05d}.arrow" for number in range(len(units))]
@@ -267,7 +274,10 @@ def move_files(
 def describe_sources(
     split: str, plan: PreparationPlan, counts: Mapping[int, UnitCounts]
 ) -> dict[str, Any]:
-    """Return the source files and counts of a split, or of train if the split is drawn from it."""
+    """Return the source files and the counts of left-out rows of a split, for stoker.json.
+
+    A validation split that is drawn from the train sources has the sources of train.
+    """
     origin = split if split in plan.sources else TRAIN
     files = plan.sources[origin]
     own = (counts[unit.index] for unit in plan.units if unit.split == origin)
@@ -285,7 +295,7 @@ def describe_sources(
 
 
 def split_figures(split: str, counts: UnitCounts, lengths: np.ndarray) -> dict[str, Any]:
-    """Return the statistics of a split. lengths: (documents,), the tokens of each document."""
+    """Return a split's statistics for stoker.json. lengths: (documents,), tokens per document."""
     tokens, loss_tokens = counts.tokens[split], counts.loss_tokens[split]
     found = np.percentile(lengths, PERCENTILES, method="inverted_cdf").tolist()
     percentiles = {f"p{p}": int(length) for p, length in zip(PERCENTILES, found, strict=True)}
@@ -301,7 +311,10 @@ def split_figures(split: str, counts: UnitCounts, lengths: np.ndarray) -> dict[s
 
 
 def decoded_example(columns: Mapping[str, ListColumn], tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return the first document of a split, with [[ ]] around the text that is trained on."""
+    """Return the first document of a split as text, with [[ ]] around the text trained on.
+
+    At most EXAMPLE_TOKENS tokens are shown.
+    """
     mask_column = loss_mask_among(columns)
     ids = columns[TOKENS].documents(0, 0, 1)
     mask = columns[mask_column].documents(0, 0, 1) if mask_column else np.ones(len(ids), np.int8)

@@ -30,7 +30,7 @@ ROWS_PER_READ = 64
 
 @dataclass(frozen=True)
 class FilePart:
-    """The part of a file from `start` to `stop` (excluded). size: its approximate bytes on disk.
+    """A part of a file: from `start` to `stop` (excluded). size: its approximate bytes on disk.
 
     `start` and `stop` count bytes in uncompressed JSONL, row groups in Parquet, and rows in a
     datasets folder. Any other file has one part: start 0, stop 1.
@@ -46,7 +46,7 @@ Records = Iterator[Record | BadRow]
 
 
 def cut_file(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
-    """Cut a file into parts of about `part_bytes`, as far as its kind allows."""
+    """Yield the parts of a file, each of about `part_bytes` if files of this kind can be cut."""
     if file.kind == "parquet":
         metadata = pq.read_metadata(file.path)
         start = size = 0
@@ -74,9 +74,9 @@ def cut_file(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
 def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
     """Yield the records of a part in order. Raises ConfigurationError if the file is damaged.
 
-    columns: the columns of Parquet files and datasets folders to read; None: all. A text file
-    is one record with one field, named columns[0], or "text" for `columns=None`. Text files and
-    JSON files are loaded whole.
+    columns: the columns to read from Parquet files and datasets folders; None: all. A text file is
+    one record with one field, named columns[0] or, with None, "text". Text files and JSON files are
+    loaded into memory as a whole.
     """
     try:
         yield from READERS[part.file.kind](part, columns)
@@ -92,10 +92,14 @@ def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
 
 
 def converter(own_format: str) -> Callable[[Record], Record | BadRow]:
-    """Return a function that converts a record by the user's function, if one is given."""
+    """Return a function that applies the user's conversion to a record, or changes nothing.
+
+    own_format: the user's function, as FILE.py:NAME or MODULE:NAME; "": no conversion. The returned
+    function gives a BadRow if the user's function fails or leaves the record out.
+    """
     if not own_format:
         return lambda record: record
-    function = load_own(own_format)  # once, because it looks at the file
+    function = load_own(own_format)  # once, because this reads the file
 
     def convert(record: Record) -> Record | BadRow:
         try:
@@ -121,7 +125,7 @@ def _read_text(part: FilePart, columns: Sequence[str] | None) -> Records:
         except UnicodeDecodeError as error:
             yield BadRow("invalid_utf8", f"not UTF-8 at byte {error.start}", location)
             return
-    # As Python's text files and so the text loader of datasets: no mark, and \n ends a line.
+    # Remove the byte order mark and end lines with \n, as the text loader of `datasets` does.
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     yield Record({column: text}, location)
 
@@ -164,7 +168,7 @@ def _object(value: Any, location: Location) -> Record | BadRow:
 
 
 def _read_json(part: FilePart, _: Sequence[str] | None) -> Records:
-    """Yield the records of a JSON file, which has one value or several concatenated values."""
+    """Yield the records of a JSON file. The file has one JSON value, or several in a row."""
     path = part.file.path
     with open_source(path, part.file.compression) as stream:
         text = stream.read().decode("utf-8-sig").strip()
@@ -182,7 +186,10 @@ def _read_json(part: FilePart, _: Sequence[str] | None) -> Records:
 
 
 def _records_of(path: str, value: Any) -> list[Any]:
-    """Return the records in a JSON value: an array, an object with an array, or one record."""
+    """Return the records in a JSON value: an array, the array in an object, or one record.
+
+    Raises ConfigurationError for a pandas table, and for several arrays none of which is "data".
+    """
     if isinstance(value, list):
         return [value] if are_messages(value) else value
     if isinstance(value, dict) and {"columns", "data"} <= value.keys():
@@ -206,7 +213,7 @@ def _records_of(path: str, value: Any) -> list[Any]:
 
 
 def _read_csv(part: FilePart, _: Sequence[str] | None) -> Records:
-    """Yield the rows below the header of a CSV or TSV file; every field is a string."""
+    """Yield the rows of a CSV or TSV file as records of strings, named by the header."""
     path = part.file.path
     csv.field_size_limit(1 << 28)
     with (
@@ -239,7 +246,7 @@ def _read_csv(part: FilePart, _: Sequence[str] | None) -> Records:
 
 
 def _delimiter(header: str, usual: str) -> str:
-    """Return `usual` if it splits the header, else the delimiter that gives the most columns."""
+    """Return a CSV header's delimiter: `usual` if the header has it, else the most frequent."""
     cells: dict[str, int] = {}
     for mark in (usual, *",;|\t"):
         with suppress(csv.Error):
@@ -301,10 +308,10 @@ def _rows(
 
 
 def _as_json(value: Any, kind: pa.DataType) -> Any:
-    """Convert an Arrow value back to the JSON value that it was made from.
+    """Return an Arrow value as the JSON value that it was made from. kind: its Arrow type.
 
-    Keys with null are left out of a struct, because Arrow gives every row the keys of all rows, and
-    null for keys that the row did not have. Features of type `Json()` are decoded.
+    Null fields of a struct are left out: Arrow gives every row the keys of all rows, with null for
+    keys that the row did not have. Features of type `Json()` are decoded.
     """
     if value is None:
         return None
@@ -318,7 +325,7 @@ def _as_json(value: Any, kind: pa.DataType) -> Any:
     if pa.types.is_nested(kind) and hasattr(kind, "value_type"):
         return [_as_json(item, kind.value_type) for item in value]
     if isinstance(value, bytes):  # some writers store texts as bytes
-        with suppress(UnicodeDecodeError):  # a picture; check_text refuses it as a text
+        with suppress(UnicodeDecodeError):  # such as a picture: check_text refuses bytes
             value = value.decode()
     return value
 

@@ -27,14 +27,14 @@ from utils.prepare.values import (
     wrong_type,
 )
 
-# The columns that each row format needs. OPTIONAL has the columns that it may have as well.
+# The columns that each row format needs. OPTIONAL: the columns that a format may have as well.
 NEEDED: dict[str, tuple[str, ...]] = {
     "text": ("text",),
-    "messages": ("messages",),  # of role and content (OpenAI, Hugging Face)
-    "sharegpt": ("conversations",),  # of from and value (ShareGPT, LLaMA-Factory, axolotl)
+    "messages": ("messages",),  # objects with role and content (OpenAI, Hugging Face)
+    "sharegpt": ("conversations",),  # with from and value (ShareGPT, LLaMA-Factory, axolotl)
     "alpaca": ("instruction", "output"),  # Stanford Alpaca
     "prompt_completion": ("prompt", "completion"),  # both texts, or both messages (TRL)
-    "segments": ("segments",),  # of label and text (axolotl's input_output)
+    "segments": ("segments",),  # objects with label and text (axolotl's input_output)
     "tokens": ("input_ids",),  # token ids, with labels or a mask
 }
 _OF_CHATS = ("tools", "functions", "system", "system_prompt", "chat_template_kwargs", *MEDIA)
@@ -70,9 +70,9 @@ class TextDocument:
 
 @dataclass(frozen=True)
 class ChatDocument:
-    """A conversation. Training uses the assistant's turns from message `first_trained` on.
+    """A conversation. The assistant's turns from message index `first_trained` on are trained on.
 
-    tools: JSON schemas. template_options: more variables for the chat template.
+    tools: JSON schemas. template_options: further variables for the chat template.
     """
 
     messages: Sequence[Message]
@@ -84,9 +84,10 @@ class ChatDocument:
 
 @dataclass(frozen=True)
 class CompletionDocument:
-    """A prompt and its completion as strings. Messages instead of strings make a ChatDocument.
+    """A prompt and its completion as texts. Only the completion is trained on.
 
-    column: the name of the completion's column in the file.
+    A prompt and completion of messages make a ChatDocument instead. column: the name of the
+    completion's column in the file.
     """
 
     prompt: str
@@ -97,9 +98,10 @@ class CompletionDocument:
 
 @dataclass(frozen=True)
 class PiecesDocument:
-    """Texts or token ids that are tokenized apart, and whether each piece is trained on.
+    """A document in pieces: texts that are tokenized one by one, or token ids.
 
-    special_tokens: add BOS and EOS, unless the texts have them.
+    Each piece has a flag whether it is trained on. special_tokens: add BOS and EOS, unless the
+    pieces have them.
     """
 
     pieces: Pieces
@@ -117,9 +119,8 @@ class RowSettings:
     columns: pairs (name in the file, name in preparation.COLUMNS). filters: pairs (name in the
     file, what to keep: a value, a list of values, or {"min": ..., "max": ...}). weight: copies of
     each document; with 2.3, 30 % of the documents get a third copy. max_tokens: limit for the
-    source.
-    chat_template_kwargs: variables of the chat template, for rows that do not give them.
-    own_format: the user's function for records, with the digest of its file.
+    source. chat_template_kwargs: variables of the chat template, for rows that do not set them.
+    own_format: the name of the user's function for records; own_sha256: the digest of its file.
     """
 
     row_format: str
@@ -133,12 +134,12 @@ class RowSettings:
 
     @property
     def read_columns(self) -> list[str]:
-        """The names in the file of the columns to read: the format's, then the filters'."""
+        """The columns to read, by their names in the file: those of the format, then of filters."""
         own = map(self.name_of, (*NEEDED[self.row_format], *OPTIONAL[self.row_format]))
         return list(dict.fromkeys([*own, *dict(self.filters)]))
 
     def name_of(self, column: str) -> str:
-        """Return a column's name in the file; `column` is its name in NEEDED or OPTIONAL."""
+        """Return a column's name in the file. column: its name in NEEDED or OPTIONAL."""
         return next((name for name, ours in self.columns if ours == column), column)
 
     @property
@@ -149,7 +150,7 @@ class RowSettings:
         return self.name_of("history" if alpaca else NEEDED[self.row_format][-1])
 
     def selects(self, fields: Mapping[str, Any]) -> bool:
-        """Tell whether the filters keep a row. UnusableRowError if a filter's column is missing."""
+        """Return whether the filters keep a row. UnusableRowError if it lacks a filter's column."""
         for name, _ in self.filters:
             if name not in fields:
                 message = f"no {name!r}, which the filter asks for ({_found(fields)})"
@@ -173,7 +174,7 @@ def _found(names: Iterable[str]) -> str:
 
 
 def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
-    """Return a record's document, or a BadRow if the record is faulty or filtered out."""
+    """Return the document in a record, or a BadRow if the record is faulty or filtered out."""
     place, column = record.location, rows.answers_column
     try:
         if not rows.selects(record.fields):
@@ -195,7 +196,7 @@ def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
 
 
 class _Row(dict[str, Any]):
-    """A row's fields by their names in NEEDED and OPTIONAL; `shown` gives the names in the file."""
+    """A row's fields by our column names (NEEDED, OPTIONAL). `shown`: the name in the file."""
 
     def __init__(self, given: Mapping[str, Any], columns: Sequence[tuple[str, str]]):
         super().__init__(renamed(given, columns))
@@ -206,13 +207,13 @@ class _Row(dict[str, Any]):
         return repr(self._theirs.get(name, name))
 
     def messages(self, name: str) -> list[dict[str, Any]]:
-        """Return the messages of a column, with our names for their keys and roles."""
+        """Return the messages in a column, with our names for their keys and roles."""
         return messages_of(self.shown(name), self[name], self._columns)
 
     def either(self, *names: str) -> tuple[str, Any]:
-        """Return (name, value) of the first column that is set; both columns mean the same.
+        """Return (name, value) of the first column in `names` that is set, or (names[0], None).
 
-        Returns (names[0], None) if both are empty. Raises UnusableRowError if they differ.
+        The two columns have the same meaning. Raises UnusableRowError if both are set and differ.
         """
         found = {name: self[name] for name in names if decoded(self.get(name))}
         if len(found) == 2 and decoded(found[names[0]]) != decoded(found[names[1]]):
@@ -223,16 +224,16 @@ class _Row(dict[str, Any]):
 
 
 def detect_formats(fields: Mapping[str, Any]) -> list[str]:
-    """Return every row format whose NEEDED columns the row has.
+    """Return the names of the row formats that fit: those whose NEEDED columns the row has.
 
-    The formats of PIECES are returned only if there is no other: a transcript has segments as well.
+    Formats in PIECES are returned only if no other format fits: transcripts also have "segments".
     """
     found = [name for name, needed in NEEDED.items() if all(column in fields for column in needed)]
     return [name for name in found if name not in PIECES] or found
 
 
 def holds_chats(fields: Mapping[str, Any], row_format: str) -> bool:
-    """Tell whether a row becomes a ChatDocument."""
+    """Return whether a row of this format becomes a ChatDocument. fields: by our column names."""
     if row_format == "prompt_completion":
         return _is_chat(fields.get("prompt"))
     return DOCUMENT_FORMATS[row_format] == "messages"
@@ -241,7 +242,11 @@ def holds_chats(fields: Mapping[str, Any], row_format: str) -> bool:
 def document_fields(
     given: Mapping[str, Any], row_format: str, columns: Sequence[tuple[str, str]] = ()
 ) -> Mapping[str, Any]:
-    """Return the checked fields of a row's document; raises UnusableRowError with the reason."""
+    """Return the checked fields of a row's document, such as {"messages", "tools", ...}.
+
+    given: the row. columns: pairs (name in the file, our name). Raises UnusableRowError for a
+    faulty row.
+    """
     fields = _Row(given, columns)
     missing = [fields.shown(name) for name in NEEDED[row_format] if fields.get(name) is None]
     if missing:
@@ -274,7 +279,7 @@ def document_fields(
 
 
 def _check_words(fields: _Row, name: str) -> None:
-    """Raise UnusableRowError unless a column holds a text that is not blank."""
+    """Raise UnusableRowError unless a column has a text with more than blanks."""
     check_text(fields.shown(name), fields[name])
     if not fields[name].strip():
         raise UnusableRowError("empty", f"empty document: {fields.shown(name)} has no text")
@@ -285,7 +290,10 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
-    """Return the checked prompt and completion: two texts, or two lists of messages."""
+    """Return {"prompt", "completion"} of a row: two texts, or two lists of messages.
+
+    Raises UnusableRowError if one is a text and the other messages, or if either is faulty.
+    """
     prompt, completion = fields["prompt"], fields["completion"]
     question, answer, history = map(fields.shown, ("prompt", "completion", "history"))
     if _is_chat(prompt):
@@ -343,7 +351,7 @@ def _alpaca_turns(fields: _Row) -> Iterator[dict[str, Any]]:
 
 
 def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str, Any]]:
-    """Prepend the row's system text. UnusableRowError if the messages have a different one."""
+    """Return messages with the row's system text first. UnusableRowError if they have another."""
     name, system = fields.either("system", "system_prompt")
     if not system or (isinstance(system, str) and not system.strip()):
         return messages
@@ -363,7 +371,7 @@ def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str,
 
 
 def _tools(fields: _Row) -> list[Any] | None:
-    """Return the tools of a row as OpenAI writes them; None if there are no tools."""
+    """Return the tools of a row in OpenAI's form; None if the row has no tools."""
     name, tools = fields.either("tools", "functions")
     tools = decoded(tools)
     if not tools or (isinstance(tools, str) and not tools.strip()):

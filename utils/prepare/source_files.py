@@ -1,4 +1,4 @@
-"""Source files: a sorted list of readable files, from the paths that a user gives."""
+"""Source files: the sorted list of readable files below the paths that a user gives."""
 
 import codecs
 import glob
@@ -55,7 +55,7 @@ _SHARD_OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?")
 
 @dataclass
 class Remarks:
-    """Problems and log lines that the planning of a preparation collects."""
+    """The problems and log lines collected while a preparation is planned."""
 
     problems: list[str] = field(default_factory=list)
     lines: Report = field(default_factory=Report)
@@ -70,7 +70,7 @@ class Remarks:
 class SourceFile:
     """A source file, or a folder of `datasets.save_to_disk`. size: its bytes on disk.
 
-    url: the address hf://... of a Hub file, which does not depend on the folder of the cache.
+    url: the address hf://... of a Hub file, the same on every machine; None for a local file.
     """
 
     path: str
@@ -97,9 +97,9 @@ class SourceFile:
         return found.hexdigest()
 
     def identity(self, folder: Path | None = None) -> dict[str, Any]:
-        """Return the attributes in the hash of the plan, so that a changed file changes the hash.
+        """Return the attributes that identify this version of the file in the hash of the plan.
 
-        folder: the path is relative to this folder.
+        folder: if given, the path of a local file is relative to this folder.
         """
         own = {key: value for key, value in asdict(self).items() if key != "url"}
         is_relative = folder is not None and self.url is None
@@ -109,7 +109,7 @@ class SourceFile:
 def list_sources(
     paths: Sequence[str], document_format: str, split: str = "train", *, is_named: bool = False
 ) -> tuple[list[SourceFile], Remarks]:
-    """Return the files of all paths, and remarks about paths and files that are not read.
+    """Return the files below all paths, and remarks about paths and files that are not read.
 
     Files are sorted within each path. A file that two paths reach is listed once. If the names of
     files below a path show several splits, only the files of `split` are returned. is_named: the
@@ -156,7 +156,7 @@ def list_sources(
 
 
 def open_source(path: str, compression: Compression | None) -> IO[bytes]:
-    """Open a file and decompress it while it is read. Only an uncompressed file supports seek."""
+    """Open a file for reading its decompressed bytes. Only an uncompressed file supports seek."""
     if compression is None:
         return Path(path).open("rb")
     if compression == "zstd":
@@ -165,7 +165,7 @@ def open_source(path: str, compression: Compression | None) -> IO[bytes]:
 
 
 class _ZstdStream(io.RawIOBase):
-    """A reader of zstd files with windows up to 2 GiB (pyarrow: 128 MiB), from `zstd --long=31`."""
+    """A reader of zstd files with windows up to 2 GiB (zstd --long=31); pyarrow has 128 MiB."""
 
     def __init__(self, path: str):
         self._blocks = _zstd_blocks(path)
@@ -186,7 +186,7 @@ class _ZstdStream(io.RawIOBase):
 
 
 def _zstd_blocks(path: str) -> Iterator[bytes]:
-    """Yield the decompressed bytes; raises OSError for a file that is damaged or cut short."""
+    """Yield the decompressed bytes of a file. OSError if the file is damaged or incomplete."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame = None
     with Path(path).open("rb") as file:
@@ -207,7 +207,7 @@ def _zstd_blocks(path: str) -> Iterator[bytes]:
 
 
 def _files_of_path(given: str) -> Iterator[str]:
-    """Yield the files of a path or glob pattern. Raises ValueError if it matches nothing."""
+    """Yield the files below a path or matching a glob pattern. ValueError if there are none."""
     if os.path.lexists(given):
         yield from _walk(given)
     elif glob.has_magic(given):
@@ -255,8 +255,9 @@ def _files_of_one_split(
 ) -> list[str]:
     """Return the paths of `split`, or all paths if their names show fewer than two splits.
 
-    A split that the user named (`is_named`) must exist, else ValueError is raised. Any other split
-    may be missing from the paths of a glob pattern: all of these paths are then returned.
+    given: the user's path or pattern, which `paths` are from. is_named: the user named the split.
+    Raises ValueError if a named split is missing. If any other split is missing, a pattern gives
+    all of its paths, and a folder raises ValueError.
     """
     if paths == [given]:
         return paths
@@ -274,7 +275,7 @@ def _files_of_one_split(
                 f"{given}: split {wanted} is taken; not used: {', '.join(others)}; to evaluate on "
                 f"another: --eval_sources NAME={given}"
             )
-        known = {*KINDS, *COMPRESSIONS}  # not .00000-of-01024 of c4-train.00000-of-01024.json.gz
+        known = {*KINDS, *COMPRESSIONS}  # not .00000-of-01024 in c4-train.00000-of-01024.json.gz
         formats = {
             "".join(one for one in Path(path).suffixes if one.lower() in known)
             for path in by_split[wanted]
@@ -291,7 +292,7 @@ def _files_of_one_split(
 
 
 def _split_name(path: str, given: str) -> str:
-    """Return the split that a file's path names; "" if the path names no split."""
+    """Return the split named in a file's path, such as "train"; "" if no split is named."""
     if not _holds_records(path):
         return ""
     parts = Path(os.path.relpath(path, given)).parts if Path(given).is_dir() else (Path(path).name,)
@@ -313,7 +314,11 @@ def _split_name(path: str, given: str) -> str:
 
 
 def _source_file(path: str, any_suffix: bool, *, is_given: bool) -> SourceFile | None:
-    """Return a readable file; None for a file of unknown kind that the user did not name."""
+    """Return the SourceFile of a path; None for a file of unknown kind in a given folder.
+
+    is_given: the user gave this very path. any_suffix: read unknown kinds as text. Raises
+    ValueError for a file that cannot be read.
+    """
     files = sorted(Path(path).glob("*.arrow")) if Path(path).is_dir() else [Path(path)]
     if not all(file.is_file() for file in files):
         raise ValueError("not a regular file, or a broken link")
@@ -349,17 +354,17 @@ def _kind_of(path: str, is_given: bool) -> tuple[SourceKind | None, Compression 
     if kind in ("jsonl", "json"):
         line, rest = _first_line(path, compression)
         kind = _kind_of_json(line, rest, kind)
-        # In a folder, a JSON object over many lines is a description of the other files.
+        # In a folder, a JSON object over many lines usually describes the other files: skip it.
         if line.strip() == "{" and not is_given and not _DATA_ARRAY.search(rest):
             kind = None
     return (None if kind == "parquet" and compression else kind), compression
 
 
 def _kind_of_json(line: str, rest: str, named: SourceKind) -> SourceKind:
-    """Return "jsonl" for one record per line, "json" for a file that is one JSON value.
+    """Return "jsonl" for a file with a record per line, "json" for a file that is one value.
 
-    line, rest: the first line and the text after it. named: the kind by the file's suffix, which
-    is returned if the first line does not decide.
+    line, rest: the first line and the text after it. named: the kind by the file's suffix, which is
+    returned if the text does not decide.
     """
     try:
         first = json.loads(line)
@@ -371,7 +376,10 @@ def _kind_of_json(line: str, rest: str, named: SourceKind) -> SourceKind:
 
 
 def _first_line(path: str, compression: Compression | None) -> tuple[str, str]:
-    """Return the first line that is not blank, and the beginning of the text after this line."""
+    """Return the first line that is not blank, and the beginning of the text after this line.
+
+    Both are "" if the file cannot be read.
+    """
     try:
         with open_source(path, compression) as stream:
             line = b""

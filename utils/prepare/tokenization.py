@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 MASK_COLUMNS = {"text": None, "messages": "assistant_masks", "prompt_completion": "completion_mask"}
 
-# Tokens per record batch. Few large batches keep the reader's table of chunks short. A writer holds
-# one batch in memory: 2 to 4 bytes a token, and 1 for its mask.
+# Tokens per record batch. Few large batches keep the reader's table of chunks short. A writer keeps
+# one batch in memory: 2 to 4 bytes per token, and 1 byte for its mask.
 TOKENS_PER_BATCH = 1 << 20
 
 WORDS_HELD, BLANK_HELD = "prompt_words_in_completions", "prompt_blanks_in_completions"
@@ -60,10 +60,10 @@ WORDS_HELD, BLANK_HELD = "prompt_words_in_completions", "prompt_blanks_in_comple
 
 @dataclass(frozen=True)
 class TokenizedDocument:
-    """Token ids of a document, (tokens,) in the dataset's type, and its loss mask.
+    """A document's token ids, (tokens,) in the dataset's integer type, and its loss mask.
 
-    loss_mask: (tokens,) int8; None: every token is trained on. notes: counts of unusual content,
-    by the names in `workspace.NOTES`.
+    loss_mask: (tokens,) int8; None: every token is trained on. notes: counts of unusual content, by
+    the names in `workspace.NOTES`.
     """
 
     ids: np.ndarray
@@ -81,7 +81,7 @@ class TokenizedDocument:
         return len(self.ids) > 1 if self.loss_mask is None else bool(self.loss_mask[1:].any())
 
     def truncated(self, length: int) -> "TokenizedDocument":
-        """Return the first `length` tokens."""
+        """Return the document cut to its first `length` tokens."""
         mask = None if self.loss_mask is None else self.loss_mask[:length]
         return replace(self, ids=self.ids[:length], loss_mask=mask)
 
@@ -89,10 +89,10 @@ class TokenizedDocument:
 class DocumentTokenizer:
     """Tokenizer of documents, which gives token ids and loss masks.
 
-    A text gets the BOS that the tokenizer adds, if any, and EOS. A prompt and its completion as
-    strings are tokenized as one text with EOS, segments one by one. A BOS or EOS that the text
-    already has is not repeated. Messages get the special tokens of the chat template alone.
-    template_date: the date (YYYY-MM-DD) that the template prints as today's date.
+    A text gets EOS, and BOS if the tokenizer adds one. A prompt and its completion are tokenized as
+    one text with the same special tokens. The pieces of a document are tokenized one by one. A BOS
+    or EOS that the text already has is not repeated. Messages only get the special tokens of the
+    chat template. template_date: the date (YYYY-MM-DD) that the template prints as today's date.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class DocumentTokenizer:
         self._template_date = template_date
 
     def __call__(self, documents: Sequence[Document]) -> list[TokenizedDocument | BadRow]:
-        """Return the tokens of each document, in order; a BadRow for an unusable document."""
+        """Return each document with its tokens, in order; a BadRow for an unusable document."""
         kinds: dict[type, Any] = {
             TextDocument: self._texts,
             CompletionDocument: self._completions,
@@ -214,7 +214,7 @@ class DocumentTokenizer:
             yield whole, start, "" if start == len(prompt) else before[-1]
 
     def _chats(self, documents: list[ChatDocument]) -> Iterator[TokenizedDocument | BadRow]:
-        """Render chats one by one, then tokenize all renderings in one call."""
+        """Yield each chat's tokens and loss mask, or a BadRow. All chats are tokenized together."""
         masked: list[MaskedChat | BadRow] = []
         for document in documents:
             try:
@@ -235,7 +235,7 @@ class DocumentTokenizer:
                 yield error.at(document.location)
 
     def _notes(self, document: ChatDocument, chat: MaskedChat) -> Counter[str]:
-        """Return the counts of empty thoughts, missing thoughts and special tokens in a chat."""
+        """Return a chat's counts for NOTES: empty or missing thoughts, special tokens in text."""
         empty = [thought.span() for thought in EMPTY_THOUGHT.finditer(chat.text)]
         return Counter(
             without_earlier_thinking=int(chat.drops_thinking),
@@ -257,7 +257,7 @@ class DocumentTokenizer:
         return re.compile("|".join(map(re.escape, words)) or "(?!)")
 
     def _thinks_after_closed_thought(self, document: ChatDocument) -> bool:
-        """Tell whether the last answer thinks although its prompt ends with an empty thought."""
+        """Return whether the last answer thinks although its prompt ends with an empty thought."""
         last = len(document.messages) - 1
         message = document.messages[last]
         said = str(message.get("content"))
@@ -300,7 +300,7 @@ def _empty(document: TextDocument | CompletionDocument) -> BadRow:
 
 
 def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
-    """Return which tokens are trained on: bool, (tokens,).
+    """Return which tokens of a rendered chat are trained on: bool, (tokens,).
 
     offsets: each token's start and stop in characters, (tokens, 2). Tokens inside the spans of
     `chat` are trained on. A token across an edge of a span is trained on if its part outside is
@@ -327,7 +327,8 @@ def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
 def first_token(text: str, start: int, stop: int, offsets: np.ndarray) -> tuple[int, str]:
     """Return the index of the first token of text[start:stop], and its characters before `start`.
 
-    If a token across `start` has only blanks after `start`, the next token is the first one.
+    offsets: (tokens, 2), as in `token_mask`. If a token begins before `start` and has only blanks
+    after `start`, the next token is the first one.
     """
     starts, stops = offsets.T
     first = int(np.searchsorted(stops, start, side="right"))
@@ -342,9 +343,9 @@ def first_token(text: str, start: int, stop: int, offsets: np.ndarray) -> tuple[
 
 
 class TokenFileWriter:
-    """Writer of documents to one Arrow stream, whose bytes depend on documents and locations.
+    """Writer of tokenized documents to an Arrow file. Equal input gives equal bytes.
 
-    The metadata of each record batch holds the locations of its documents.
+    The metadata of each record batch has the locations of its documents in the sources.
     """
 
     def __init__(self, path: Path, features: Mapping[str, Any]):
@@ -361,7 +362,7 @@ class TokenFileWriter:
         self._stream = pa.ipc.new_stream(self._file, self._schema)
 
     def append(self, document: TokenizedDocument, location: Location) -> None:
-        """Add one document at the end. location: that of its record in the sources."""
+        """Add a document at the end. location: where its record is in the sources."""
         self._documents.append(document)
         self._locations.append(location)
         self._tokens += len(document.ids)
@@ -389,7 +390,7 @@ class TokenFileWriter:
 
 
 def token_features(id_type: np.dtype, document_format: str) -> dict[str, Any]:
-    """Return the features of a split as `datasets` writes them."""
+    """Return the columns of a split and their types, as `datasets` describes features in JSON."""
     types, mask_column = {"input_ids": id_type.name}, MASK_COLUMNS[document_format]
     if mask_column:
         types[mask_column] = "int8"

@@ -1,4 +1,4 @@
-"""The tokenizer of a preparation and its chat template, checked before the work begins."""
+"""The tokenizer of a preparation and its chat template, both checked before the work begins."""
 
 import json
 import logging
@@ -35,7 +35,10 @@ PROBES = tuple(
 def given_tokenizer(
     arguments: PreparationArguments, plan: PreparationPlan
 ) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer from a folder or the Hub's cache; add tokens, set the chat template."""
+    """Load the tokenizer of the settings; add the words in add_tokens and set its chat template.
+
+    Raises ConfigurationError if the tokenizer or the chat template is unusable.
+    """
     from transformers import AddedToken
 
     name, words = arguments.tokenizer_name_or_path, arguments.add_tokens
@@ -76,12 +79,12 @@ def attach_template(
     date: str | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Set the tokenizer's chat template to `template_file`, or keep the tokenizer's own template.
+    """Set the tokenizer's chat template to `template_file`; None keeps the tokenizer's own.
 
-    The template's variables get the default values `defaults`. Logs a line if the template has no
+    defaults: default values for variables of the template. Logs a line if the template has no
     {% generation %} markers, and a line with `date` if the template prints today's date. Raises
-    ConfigurationError if the template is missing or invalid, if no chat of PROBES can be trained on
-    with the template, or if the tokenizer is not fast.
+    ConfigurationError if the template is missing or invalid, if no test chat (PROBES) can be
+    trained on with the template, or if the tokenizer is not fast.
     """
     if template_file is not None:
         with foreign(template_file, "cannot be read"):
@@ -120,10 +123,10 @@ def attach_template(
 
 
 def template_with_defaults(template: str, defaults: Mapping[str, Any]) -> str:
-    """Return a chat template that first sets its undefined variables to `defaults`.
+    """Return the chat template with lines in front that give undefined variables their defaults.
 
-    Samples, chat.py, benchmarks and servers then render the saved template as training did. A
-    variable that the template does not read is left out.
+    With these lines, samples, chat.py, benchmarks and servers render the saved template as training
+    did. Variables that the template does not read are left out.
     """
     lines = [
         f"{{%- if {name} is not defined %}}{{%- set {name} = {_jinja(value)} %}}{{%- endif %}}"
@@ -135,7 +138,7 @@ def template_with_defaults(template: str, defaults: Mapping[str, Any]) -> str:
 
 
 def _jinja(value: Any) -> str:
-    """Return a JSON value in Jinja's notation, which differs for null."""
+    """Return a JSON value as text in Jinja's notation: null becomes none."""
     if isinstance(value, Mapping):
         items = (f"{json.dumps(str(key))}: {_jinja(item)}" for key, item in value.items())
         return "{" + ", ".join(items) + "}"
@@ -158,7 +161,7 @@ def _warn_of_unread(tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str
 
 
 def _trained_probe(tokenizer: "PreTrainedTokenizerBase") -> TokenizedDocument:
-    """Return the tokens of the first chat of PROBES that is trainable; ValueError if none is."""
+    """Return the first test chat (PROBES) that can be trained on, tokenized; ValueError if none."""
     found = DocumentTokenizer(tokenizer)(PROBES)
     trained = (probe for probe in found if isinstance(probe, TokenizedDocument))
     if (probe := next(trained, None)) is None:
@@ -183,7 +186,7 @@ def _advice(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def masks_from(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return the source of loss masks: "template" ({% generation %} markers) or "derived"."""
+    """Return where loss masks come from: "template" ({% generation %} markers) or "derived"."""
     return "template" if GENERATION.search(str(tokenizer.chat_template)) else "derived"
 
 

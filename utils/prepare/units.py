@@ -1,4 +1,4 @@
-"""Preparation of work units in one or several processes: read, check, tokenize and write."""
+"""Preparation of work units (pieces of the sources): read, check, tokenize and write documents."""
 
 import hashlib
 import json
@@ -46,11 +46,11 @@ logger = logging.getLogger(__name__)
 
 DOCUMENTS_PER_BATCH = 256
 CHARACTERS_PER_BATCH = 1 << 20
-WEIGHT_KEY = 1 << 64  # added to the seed: draws for weights must differ from those for validation
+WEIGHT_KEY = 1 << 64  # added to the seed, so that draws of copies and of validation differ
 SECONDS_BETWEEN_LINES = 10.0
 CUT_TO_NOTHING = "truncated_without_loss"
 SHORTEN = "raise --sequence_length, or choose --on_overlong truncate or drop"
-# One process does this much work in the seconds that a worker takes to start.
+# Bytes of sources that one process tokenizes in the seconds that a worker process needs to start.
 LEAST_BYTES_A_WORKER = {"gigatoken": 64 << 20, "tokenizers": 4 << 20}
 
 
@@ -59,8 +59,9 @@ def run_units(
 ) -> None:
     """Prepare all work units, in up to `num_proc` worker processes if there is enough work.
 
-    With `apart` there is at least one worker process. Raises ConfigurationError with the first
-    faulty rows and the number of all. A unit of bad rows alone ends the work.
+    apart: use at least one worker process. Raises ConfigurationError with the first unusable rows
+    and their number, after the other units are checked. A unit without a usable row ends the work
+    at once.
     """
     total_bytes = sum(unit.size for unit in units)
     workers = min(num_proc, len(units), total_bytes // LEAST_BYTES_A_WORKER[worker.backend])
@@ -98,7 +99,7 @@ def run_units(
 
 
 def _refusal(counts: UnitCounts) -> ConfigurationError:
-    """Return the error with the first rows that stop a preparation, and the number of all."""
+    """Return the error for unusable rows: the faults of the first rows, the number of all rows."""
     number, advice = counts.refused.total(), "; or ".join(counts.refused)
     if number == 1:
         return ConfigurationError(f"{counts.examples[0]}; {advice}")
@@ -120,7 +121,7 @@ def _run_in_processes(
     )
     kills = memory_kills()
     try:
-        # The processes inherit that Ctrl-C is ignored, and this process ends them.
+        # The worker processes inherit that Ctrl-C is ignored. This process ends them.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         futures = {executor.submit(_run_unit, unit): unit for unit in units}
         signal.signal(signal.SIGINT, before)
@@ -151,14 +152,14 @@ _worker: "UnitWorker | None" = None
 
 def _start_worker(worker: "UnitWorker") -> None:
     global _worker  # noqa: PLW0603 - the tasks of this worker process read it
-    set_death_signal(signal.SIGKILL)  # a worker would wait for work for ever
+    set_death_signal(signal.SIGKILL)  # without its parent, a worker would wait for ever
     # There is one process per core already, so the tokenizer gets no threads.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = worker
 
 
 def _run_unit(unit: WorkUnit) -> UnitCounts | list[str]:
-    """Prepare a unit in a worker process; return its counts, or an error's messages."""
+    """Prepare a unit in a worker process; return its counts, or the messages of an error."""
     assert _worker is not None
     try:
         return _worker.run(unit)
@@ -181,9 +182,10 @@ class UnitWorker:
         return DocumentTokenizer(self.tokenizer, self.backend, self.settings.template_date)
 
     def run(self, unit: WorkUnit) -> UnitCounts:
-        """Write a unit's documents, one file per split, and return their counts.
+        """Write a unit's documents, one Arrow file per split, and return their counts.
 
-        Writes at most unit.max_tokens tokens. A unit with rows in `refused` stays unfinished.
+        Writes at most unit.max_tokens tokens. If rows stop the preparation (`refused` in the
+        counts), the unit is not marked as finished.
         """
         counts = UnitCounts()
         features = token_features(self._tokenize.id_type, self.settings.document_format)
@@ -231,7 +233,11 @@ class UnitWorker:
                     yield split, document, fitted
 
     def _documents(self, unit: WorkUnit, counts: UnitCounts) -> Iterator[tuple[str, Document]]:
-        """Yield (split, document) of usable records; train documents as often as `weight` says."""
+        """Yield (split, document) of each usable record in a unit, once per copy.
+
+        The weight of a source is its number of copies in train. Validation gets one copy. Unusable
+        records are counted in `counts`.
+        """
         whole, fraction = divmod(self.settings.sources[unit.source].weight, 1.0)
         for document in read_documents(unit, self.settings, counts.unread):
             if isinstance(document, BadRow):
@@ -250,7 +256,7 @@ class UnitWorker:
                 yield split, document
 
     def _drop(self, row: BadRow, counts: UnitCounts) -> None:
-        """Count a row that is not written, and also as refused if the settings say so."""
+        """Count a row that is not written; as refused if on_bad_row or on_overlong is "error"."""
         is_long = row.reason == OVERLONG
         setting = self.settings.on_overlong if is_long else self.settings.on_bad_row
         stops = setting == "error" and row.reason not in (FILTERED, CUT_TO_NOTHING)
@@ -259,7 +265,7 @@ class UnitWorker:
     def _within_length(
         self, document: Document, tokenized: TokenizedDocument | BadRow, counts: UnitCounts
     ) -> TokenizedDocument | BadRow:
-        """Return the document's tokens, cut if on_overlong says so, or a BadRow to drop."""
+        """Return the document, cut if too long (on_overlong: truncate), or a BadRow to drop it."""
         limit = self.settings.sequence_length
         if isinstance(tokenized, BadRow) or limit is None or isinstance(document, TextDocument):
             return tokenized  # training splits a plain text
@@ -280,10 +286,10 @@ class UnitWorker:
 def read_documents(
     unit: WorkUnit, settings: UnitSettings, unread: Counter[str]
 ) -> Iterator[Document | BadRow]:
-    """Yield the document of every record in order, or a BadRow.
+    """Yield the document of every record in a work unit, in order; a BadRow for an unusable record.
 
-    Each record adds 1 to `unread` for every column that is not read, unless the column was loaded
-    and is empty.
+    unread: {label: number of records} of columns that are not read. This function adds to the
+    counts. A column that was loaded and is empty is not counted.
     """
     rows = settings.sources[unit.source]
     read, convert = set(rows.read_columns), converter(rows.own_format)
@@ -299,7 +305,7 @@ def read_documents(
 
 
 def _batches(documents: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
-    """Group documents into batches for the tokenizer, limited in number and in characters."""
+    """Yield lists of (split, document) for the tokenizer, limited in number and characters."""
     batch: list[tuple[str, Document]] = []
     characters = 0
     for item in documents:
@@ -331,7 +337,7 @@ def content_digest(document: Document, seed: int) -> int:
 
 
 def texts_of(document: Document) -> list[str]:
-    """Return a document's strings in order. A message gives its text, reasoning and calls."""
+    """Return the texts in a document, in order: also the reasoning and tool calls of messages."""
     if isinstance(document, TextDocument):
         return [document.text]
     if isinstance(document, CompletionDocument):

@@ -1,4 +1,4 @@
-"""Records, their locations, errors for unusable records, and checks of single values."""
+"""Records of source files, their locations, errors for unusable records, and checks of values."""
 
 import ast
 import json
@@ -23,16 +23,17 @@ NOTHING: tuple[Any, ...] = (None, "", [], {})
 MASKS = ("assistant_masks", "completion_mask")
 LOCATIONS = b"locations"  # the key of packed locations in the metadata of a record batch
 
-# Texts or token ids of a document in order, and whether each piece is trained on.
+# Pieces of a document in order: (text or token ids, whether the piece is trained on).
 Pieces = list[tuple[str | list[int], bool]]
 
 
 @dataclass(frozen=True)
 class Location:
-    """The file of a record, and the number of its line (from 1), row or JSON value (from 0).
+    """The place of a record: a file, and the number of a line (from 1), row or JSON value (from 0).
 
-    A work unit that begins inside a file counts lines from byte `offset` on. The lines before this
-    byte are counted only when the location is printed.
+    unit: "line", "row" or "record"; "" for a whole file. offset: lines are counted from this byte
+    of the file, where a work unit begins. Printing a location also counts the lines before this
+    byte.
     """
 
     path: str
@@ -52,7 +53,7 @@ class Location:
 
 
 def pack_locations(locations: Sequence[Location]) -> str:
-    """Return JSON of [absolute path, unit, offset, numbers] for each group of neighbours."""
+    """Return JSON text: [path, unit, offset, [numbers]] for each group of neighbours in a file."""
     groups = groupby(locations, key=lambda each: (each.path, each.unit, each.offset))
     packed = [
         [str(Path(path).absolute()), unit, offset, [each.number for each in own]]
@@ -62,7 +63,7 @@ def pack_locations(locations: Sequence[Location]) -> str:
 
 
 def unpack_locations(text: str | bytes) -> list[Location]:
-    """Return the locations that `pack_locations` packed."""
+    """Return the record locations in the JSON text that `pack_locations` made."""
     return [
         Location(path, unit, number, offset)
         for path, unit, offset, numbers in json.loads(text)
@@ -72,7 +73,7 @@ def unpack_locations(text: str | bytes) -> list[Location]:
 
 @dataclass(frozen=True)
 class Record:
-    """The fields of one record. left_out: the columns of an Arrow file that were not read."""
+    """One record of a source. left_out: columns of a Parquet or Arrow file that were not read."""
 
     fields: Mapping[str, Any]
     location: Location
@@ -81,7 +82,7 @@ class Record:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A record that cannot be used. reason: the name under which such records are counted."""
+    """A record that is not used. reason: the name under which such records are counted."""
 
     reason: str
     message: str
@@ -92,25 +93,28 @@ class BadRow:
 
 
 class UnusableRowError(ValueError):
-    """A row that cannot become a document. reason: the name under which such rows are counted."""
+    """Error for a row that cannot become a document. reason: the name for counting such rows."""
 
     def __init__(self, reason: str, message: str):
         super().__init__(message)
         self.reason = reason
 
     def at(self, location: Location) -> BadRow:
-        """Return this error as a BadRow with its location."""
+        """Return a BadRow with this error's reason and message, and a record's location."""
         return BadRow(self.reason, str(self), location)
 
 
 def wrong_type(what: str, wanted: str, value: Any) -> UnusableRowError:
-    """Return the error for a value of the wrong type."""
+    """Return the UnusableRowError that says: `what` must be `wanted`, found the type of `value`."""
     message = f"{what} must be {wanted}, found {type(value).__name__}"
     return UnusableRowError("wrong_type", message)
 
 
 def check_text(what: str, text: Any) -> None:
-    """Raise UnusableRowError unless a value is a string that can be encoded as UTF-8."""
+    """Raise UnusableRowError unless `text` is a string that can be encoded as UTF-8.
+
+    what: the name of the text in the error.
+    """
     if isinstance(text, bytes):  # Arrow's bytes that records.py could not decode as UTF-8
         raise UnusableRowError("invalid_utf8", f"{what} is not UTF-8")
     if not isinstance(text, str):
@@ -123,7 +127,10 @@ def check_text(what: str, text: Any) -> None:
 
 
 def read_segments(column: str, fields: Mapping[str, Any]) -> Pieces:
-    """Return the texts in a column of axolotl's `input_output`; raises UnusableRowError."""
+    """Return the (text, is trained on) pairs in a row of axolotl's `input_output` format.
+
+    column: the column's name in errors. Raises UnusableRowError for malformed segments.
+    """
     segments = decoded(fields["segments"])
     if not isinstance(segments, list) or not segments:
         raise wrong_type(column, "a list of {label: true or false, text: ...}", segments)
@@ -139,9 +146,10 @@ def read_segments(column: str, fields: Mapping[str, Any]) -> Pieces:
 
 
 def read_tokens(column: str, fields: Mapping[str, Any]) -> Pieces:
-    """Return the ids of a tokenized row, cut where its loss mask changes.
+    """Return a tokenized row as [(ids, is trained on)], cut where its loss mask changes.
 
-    Raises UnusableRowError for padding, and for labels that are neither -100 nor the token's id.
+    column: the column's name in errors. Raises UnusableRowError for padding, and for labels that
+    are neither -100 nor the token's id.
     """
     ids = fields["input_ids"]
     given = {name: fields[name] for name in ("labels", *MASKS) if fields.get(name) is not None}
@@ -164,7 +172,7 @@ def read_tokens(column: str, fields: Mapping[str, Any]) -> Pieces:
 
 
 def decoded(value: Any) -> Any:
-    """Decode a string that holds a JSON object or list; return any other value unchanged.
+    """Return the object or list in a JSON string; any other value unchanged.
 
     Python's notation is decoded as well, because pandas writes objects into CSV in that form.
     """
@@ -181,7 +189,10 @@ def decoded(value: Any) -> Any:
 
 
 def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
-    """Rename fields by (old, new) pairs. A field that already has a new name is left out."""
+    """Return fields with names changed by (old, new) pairs.
+
+    A field is left out if its name equals a new name of another field.
+    """
     ours = dict(columns)
     taken = set(ours.values())
     return {
@@ -192,7 +203,10 @@ def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Ma
 
 
 def renamed_message(given: Any, names: Sequence[tuple[str, str]]) -> Any:
-    """Return a message with our names for its keys and its role; any other value unchanged."""
+    """Return a message with our names for its keys and role; any other value unchanged.
+
+    names: pairs (name in the file, our name).
+    """
     message = decoded(given) if names else given
     if not names or not isinstance(message, Mapping):
         return given
@@ -205,7 +219,7 @@ def renamed_message(given: Any, names: Sequence[tuple[str, str]]) -> Any:
 
 
 def refuse_media(where: str, fields: Mapping[str, Any]) -> None:
-    """Raise UnusableRowError if a row or message has images, video or audio."""
+    """Raise UnusableRowError if fields have images, video or audio. where: their name in errors."""
     if held := [name for name in fields if name in MEDIA and decoded(fields[name]) not in NOTHING]:
         message = (
             f"{where} has {', '.join(map(repr, held))}: text alone is trained on; remove what the "

@@ -1,8 +1,8 @@
 """The plan of a preparation: the files, their format, the work units, and a digest of the plan.
 
-The sources are cut into work units that are prepared independently of each other. Where they are
-cut depends only on the sources, never on the number of processes or shards. A unit becomes one
-Arrow file per split, so the output has the same bytes for any number of processes and shards.
+The sources are cut into work units that are prepared independently of each other. The cuts depend
+only on the sources, never on the number of processes or shards. A unit becomes one Arrow file per
+split, so the output has the same bytes for any number of processes and shards.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ from utils.prepare.values import FILTERED, MEDIA, REPAIR, BadRow, Record, rename
 
 logger = logging.getLogger(__name__)
 
-# Increase when a code change gives other output for the same sources and settings.
+# Increase when a code change alters the output of the same sources and settings.
 OUTPUT_VERSION = 3
 COLUMNS_SHOWN = 20
 # A source is refused before the work begins if the first rows are all faulty.
@@ -48,7 +48,7 @@ ROWS_TRIED = 100
 SMALLEST_UNIT_BYTES = 1 << 20
 LARGEST_UNIT_BYTES = 64 << 20
 UNITS_WANTED = 64
-# With a small max_tokens few units are read, so that each gets enough tokens for whole documents.
+# With a small max_tokens few units are read. Each gets enough tokens for complete documents.
 LEAST_TOKENS_OF_A_UNIT = 1 << 13
 
 SourceFiles = Sequence[tuple[Source, Sequence[SourceFile]]]
@@ -56,7 +56,11 @@ SourceFiles = Sequence[tuple[Source, Sequence[SourceFile]]]
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Consecutive file parts of source number `source`; at most `max_tokens` tokens are written."""
+    """A piece of a source that one worker tokenizes: consecutive parts of its files.
+
+    source: the number of the source. size: bytes on disk. max_tokens: the most tokens to write;
+    None: no limit.
+    """
 
     index: int
     split: str
@@ -68,7 +72,7 @@ class WorkUnit:
 
 @dataclass(frozen=True)
 class UnitSettings:
-    """All settings that decide the output of a unit, apart from its tokenizer and files."""
+    """The settings that decide the output of a work unit, except its tokenizer and files."""
 
     document_format: str
     sources: tuple[RowSettings, ...]
@@ -82,7 +86,7 @@ class UnitSettings:
 
 @dataclass(frozen=True)
 class PreparationPlan:
-    """Files, work units and settings: all that decides the output, except the tokenizer.
+    """The plan of a preparation: all that decides the output, except the tokenizer.
 
     sources: the files of each split, `train` first; `units` are cut from these files.
     needs_chat_template: some documents are chats. commits: {NAME@REVISION: commit} of Hub datasets.
@@ -98,14 +102,15 @@ class PreparationPlan:
 
     @property
     def splits(self) -> list[str]:
-        """The splits that are written, in order."""
+        """The names of the splits to write: train, validation if drawn from train, then others."""
         held_out = [VALIDATION] if self.settings.validation_fraction > 0 else []
         return [TRAIN, *held_out, *(name for name in self.sources if name != TRAIN)]
 
     def digest(self, tokenizer: Mapping[str, Any], folder: Path | None = None) -> str:
         """Return a hash of the sources, settings, `tokenizer` and versions of tokenizer libraries.
 
-        Paths are relative to `folder`. Processes and shards change no byte and are left out.
+        folder: if given, paths of local files are relative to this folder. The numbers of processes
+        and shards are left out, because they do not change the output.
         """
         splits = self.sources.items()
         content = {
@@ -124,14 +129,17 @@ class PreparationPlan:
 
 
 def _without_unset_code(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Leave out own_format and own_sha256 without a value: older versions did not have them."""
+    """Return fields as a dict, without empty own_format and own_sha256.
+
+    Older versions did not have these two settings, and their digests must stay valid.
+    """
     return {name: value for name, value in fields if value or not name.startswith("own_")}
 
 
 def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
-    """Find the files, cut work units, derive formats. Raises ConfigurationError with all faults."""
+    """Find the files, decide formats and cut work units. ConfigurationError lists all faults."""
     remarks = Remarks()
-    with remarks.lines:  # an error carries the lines before it
+    with remarks.lines:  # an error also shows the log lines collected before it
         return _plan(arguments, remarks)
 
 
@@ -145,7 +153,7 @@ def _plan(arguments: PreparationArguments, remarks: Remarks) -> PreparationPlan:
     sources: dict[str, list[SourceFile]] = {}
     for source, files in given:
         sources.setdefault(source.split, []).extend(files)
-    # The default date is that of the newest file: shards that run on two days need the same date.
+    # The default date is the newest file's date: shards that run on two days need the same date.
     newest = max(file.mtime_ns for files in sources.values() for file in files)
     day = datetime.fromtimestamp(newest / 1e9, UTC).date().isoformat()
     document_format = DOCUMENT_FORMATS[rows[0].row_format]
@@ -165,7 +173,7 @@ def _plan(arguments: PreparationArguments, remarks: Remarks) -> PreparationPlan:
 def _find_sources(
     arguments: PreparationArguments, cache: HubCache, remarks: Remarks
 ) -> list[tuple[Source, list[SourceFile]]]:
-    """Return each source with its files; add a problem for each file that is given twice."""
+    """Return each source with its files; add a problem to `remarks` for each file given twice."""
     if arguments.chat_template is not None and not Path(arguments.chat_template).is_file():
         remarks.problems.append(f"chat_template: {arguments.chat_template}: no such file")
     found = []
@@ -195,7 +203,7 @@ def _find_sources(
 
 
 def cut_into_units(sources: SourceFiles) -> list[WorkUnit]:
-    """Cut the files of every source into work units of about equal size."""
+    """Cut the files of every source into work units of about equal size in bytes."""
     total = sum(file.size for _, files in sources for file in files)
     unit_bytes = min(max(total // UNITS_WANTED, SMALLEST_UNIT_BYTES), LARGEST_UNIT_BYTES)
     units: list[WorkUnit] = []
@@ -246,10 +254,10 @@ def _share_of_tokens(
 def _decide_formats(
     sources: SourceFiles, units: Sequence[WorkUnit], on_bad_row: str, remarks: Remarks
 ) -> tuple[list[RowSettings], bool]:
-    """Return the settings to read each source with, and whether any source has chats.
+    """Return the row settings of each source, and whether any source has chats.
 
-    Adds to `remarks` a problem for each source whose first record is faulty or of unknown format,
-    or makes another kind of document than the first source.
+    Adds a problem to `remarks` for each source with a faulty first record, an unknown format, or a
+    document format other than the first source's.
     """
     rows: list[RowSettings] = []
     decided_by, is_chat = "", False
@@ -293,7 +301,7 @@ def _decide_formats(
 
 
 def _records(parts: Sequence[FilePart], source: Source) -> Iterator[Record | BadRow]:
-    """Yield the records of a source, with all their columns."""
+    """Yield the records of a source, with all their columns, after the user's conversion if any."""
     text_column = RowSettings("text", source.columns).read_columns
     convert = converter(source.own_format)
     for part in parts:
@@ -302,7 +310,11 @@ def _records(parts: Sequence[FilePart], source: Source) -> Iterator[Record | Bad
 
 
 def _first_record(records: Iterator[Record | BadRow], source: Source, on_bad_row: str) -> Record:
-    """Return the first record that can be read; ConfigurationError if there are no such records."""
+    """Return the first readable record of a source.
+
+    Raises ConfigurationError if the source has no such record. With on_bad_row "error", the search
+    ends after ROWS_TRIED faulty records.
+    """
     fault, faults = "", 0
     for record in records:
         if isinstance(record, Record):
@@ -315,7 +327,7 @@ def _first_record(records: Iterator[Record | BadRow], source: Source, on_bad_row
 
 
 def _check_first_rows(first: Record, others: Iterator[Record | BadRow], read: RowSettings) -> None:
-    """Raise ConfigurationError with the first row, if none of the first ROWS_TRIED can be used."""
+    """Raise ConfigurationError with the first fault if the first ROWS_TRIED rows are all faulty."""
     fault = ""
     for record in islice(chain([first], others), ROWS_TRIED):
         row = parse_document(record, read) if isinstance(record, Record) else record
@@ -333,8 +345,8 @@ def _check_first_rows(first: Record, others: Iterator[Record | BadRow], read: Ro
 def _row_format(record: Record, source: Source, wanted: str) -> str:
     """Return the format of a source's rows, from its setting or its first record.
 
-    If several formats fit, the one that makes the documents of the earlier sources (`wanted`) is
-    chosen. Raises ConfigurationError if no format fits.
+    wanted: the document format of the earlier sources, which decides if several row formats fit.
+    Raises ConfigurationError if no format fits, or if several remain.
     """
     row_format, found = source.format, detect_formats(renamed(record.fields, source.columns))
     where = record.location
@@ -365,7 +377,7 @@ def _row_format(record: Record, source: Source, wanted: str) -> str:
 def _check_first_record(
     record: Record, read: RowSettings, source: Source, remarks: Remarks
 ) -> None:
-    """List the used and unused columns of a source's first record in `remarks`.
+    """Add a log line to `remarks` with the used and unused columns of a source's first record.
 
     Raises ConfigurationError for a row that would be trained on wrongly (see `misreading`).
     """
@@ -374,7 +386,7 @@ def _check_first_record(
     if read.row_format == "tokens":
         problems += schema_problems(renamed(record.fields, source.columns))
     systems = [name for name, ours in source.columns if ours == "system" and name in record.fields]
-    if len(systems) > 1:  # as a role, `system` may have several names
+    if len(systems) > 1:  # the role `system` may have several names, the column only one
         problems.append(f"columns: {' and '.join(systems)} are both system: give one")
     if problems:
         raise ConfigurationError([f"{record.location}: {problem}" for problem in problems])

@@ -1,8 +1,9 @@
 """The workspace OUT/.shards: the Arrow files and counts of finished work units.
 
-A unit is finished when its JSON file with counts exists. JSON and Arrow files are written under
-temporary names, and renamed when they are complete. So a preparation may be killed at any moment,
-and several shards may write at the same time.
+A work unit is a piece of a source that one worker tokenizes. A unit is finished when its JSON file
+with counts exists. JSON and Arrow files are written under temporary names, and renamed when they
+are complete. So a preparation may be killed at any moment, and several shards may write at the same
+time.
 """
 
 import json
@@ -66,10 +67,10 @@ TRAINED_WRONGLY = {"thoughts_after_closed_prompts", "without_earlier_thinking"}
 class UnitCounts:
     """Counts over the records of one or more work units.
 
-    The keys of documents, tokens, loss_tokens and text_bytes are splits. dropped: by reason. notes:
-    by the names in NOTES. unread: by the label of a column, message key or role that is not read.
-    refused: dropped records that stop the preparation, by the advice for them. examples: the first
-    messages of dropped records, and of refused records alone if there are any.
+    The keys of documents, tokens, loss_tokens and text_bytes are splits. dropped: {reason:
+    records}. notes: {name in NOTES: count}. unread: {label: records} of columns, message keys and
+    roles that are not read. refused: {advice: dropped records that stop the preparation}. examples:
+    the first messages of dropped records; if any record is refused, those of refused records only.
     """
 
     documents: Counter[str] = field(default_factory=Counter)
@@ -83,7 +84,10 @@ class UnitCounts:
     examples: list[str] = field(default_factory=list)
 
     def drop(self, row: BadRow, advice: str = "") -> None:
-        """Count a record that is not written. advice: what to do about a refused record."""
+        """Count a record that is not written; with `advice`, as one that stops the preparation.
+
+        advice: what the user can do about the record.
+        """
         self.dropped[row.reason] += 1
         if advice and not self.refused:
             self.examples.clear()
@@ -109,11 +113,12 @@ def commits_begun_with(output_dir: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Files of one preparation. digest: the hash of its sources, settings and tokenizer.
+    """Working files of one preparation. digest: the hash of its sources, settings and tokenizer.
 
-    commits: {NAME@REVISION: commit} of the Hub's datasets among the sources. replaced: the folder
-    whose finished datasets those in output_dir replace in the end. movable: the hash with paths
-    relative to output_dir, for finished datasets that were copied together with their sources.
+    commits: {NAME@REVISION: commit} of the Hub datasets among the sources. replaced: the folder of
+    finished datasets that `publish` replaces by output_dir (--overwrite). movable: the hash with
+    paths relative to output_dir, so that datasets copied together with their sources are
+    recognized.
     """
 
     output_dir: Path
@@ -128,9 +133,9 @@ class Workspace:
         return self.output_dir / WORKSPACE
 
     def is_prepared(self) -> bool:
-        """Tell whether the output directory holds the finished result of this same preparation.
+        """Return whether output_dir has finished datasets of exactly these settings and sources.
 
-        Raises ConfigurationError if the directory holds anything else, except unfinished work.
+        Raises ConfigurationError if the directory has anything else, except unfinished work.
         """
         if self.output_dir.exists() and not self.output_dir.is_dir():
             raise ConfigurationError(f"output_dir: {self.output_dir}: is a file, not a folder")
@@ -154,10 +159,10 @@ class Workspace:
         return moved or found.get("settings_sha256") == self.digest
 
     def overwriting(self) -> "Workspace":
-        """Return a workspace beside output_dir if that holds finished datasets of other settings.
+        """Return a workspace in a new folder if output_dir has finished datasets of other settings.
 
-        Changes nothing on disk. Raises ConfigurationError if output_dir has other files, or is in
-        a run directory in use.
+        Otherwise returns this workspace. Changes nothing on disk. Raises ConfigurationError if
+        output_dir has files that no preparation wrote, or is in a run directory in use.
         """
         folder = self.output_dir.resolve()
         old, new = beside(folder, "old"), beside(folder, "new")
@@ -176,7 +181,10 @@ class Workspace:
         return replace(self, output_dir=new, replaced=folder)
 
     def publish(self) -> Path:
-        """Put the finished datasets in the place of the replaced ones; return their folder."""
+        """Replace the datasets in the folder `replaced`, if any, by the finished ones.
+
+        Returns the folder of the finished datasets.
+        """
         folder = self.replaced
         if folder is None:
             return self.output_dir
@@ -193,10 +201,10 @@ class Workspace:
         """Create the workspace, or resume an existing one.
 
         Finished units of other settings or sources are deleted if `may_discard` is True and their
-        assembly into a dataset has not begun. Otherwise ConfigurationError is raised.
+        assembly into a dataset has not begun. Otherwise they raise ConfigurationError.
         """
         if self.replaced and not self.root.exists():
-            shutil.rmtree(self.output_dir, ignore_errors=True)  # of an earlier replacement
+            shutil.rmtree(self.output_dir, ignore_errors=True)  # left by a killed --overwrite
         settings = self.root / SETTINGS
         of_hub = {"hub": dict(self.commits)} if self.commits else {}
         content = json.dumps({"digest": self.digest, **of_hub}, indent=1)
@@ -216,11 +224,11 @@ class Workspace:
         replace_text(settings, content)
 
     def unit_file(self, unit: int, split: str) -> Path:
-        """Return the path of the Arrow file with a unit's documents of one split."""
+        """Return the path of the Arrow file for a work unit's documents of one split."""
         return self.root / f"unit-{unit:06d}-{split}.arrow"
 
     def finish(self, unit: int, counts: UnitCounts) -> None:
-        """Write a unit's JSON file with its counts, after its Arrow files are complete."""
+        """Write the JSON file with a unit's counts, which marks the unit as finished."""
         record = {"digest": self.digest, "counts": vars(counts)}
         replace_text(self.root / f"unit-{unit:06d}.json", json.dumps(record, indent=1))
 
@@ -236,9 +244,9 @@ class Workspace:
         return found if record["digest"] == self.digest else None
 
     def is_last_of_array(self, array: str, shard: int, shards: int) -> bool:
-        """Record that a shard of a job array is done; tell whether its task must merge all shards.
+        """Mark a shard of a Slurm job array as done; return whether its task must merge all shards.
 
-        The task of the last shard merges. If two tasks end at once, both may see all shards as
+        The task that finishes last merges. If two tasks end at once, both may see all shards as
         done, but only one can create the link `claim`. A requeued task finds its own link. The file
         names contain the job array's id, so a task that died does not block a later array.
         """
@@ -257,7 +265,7 @@ class Workspace:
         return True
 
     def remove(self) -> None:
-        """Delete the workspace, after its files were moved to the splits."""
+        """Delete the workspace, after its Arrow files were moved to the datasets' folders."""
         # Rename it first: a half-deleted workspace must not look like unfinished work.
         finished = self.root.with_name(f"{self.root.name}.finished")
         if self.root.exists():
@@ -266,13 +274,13 @@ class Workspace:
 
 
 def beside(folder: str | Path, state: str) -> Path:
-    """Return the hidden path beside a folder that holds its "new" or "old" datasets."""
+    """Return the hidden path in a folder's parent for its "new" or "old" datasets (`state`)."""
     resolved = Path(folder).resolve()
     return resolved.with_name(f".{resolved.name}.{state}")
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """Return the names of files in a folder, and of links, that no preparation wrote."""
+    """Return the names of links, and of files that no preparation wrote, below a folder."""
     found = []
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -282,7 +290,7 @@ def foreign_files(folder: Path) -> list[str]:
 
 
 def refuse_foreign_files(folder: Path) -> None:
-    """Raise ConfigurationError if a folder to replace or delete has files of somebody else."""
+    """Raise ConfigurationError if a folder to replace or delete has files that are not ours."""
     if others := foreign_files(folder):
         raise ConfigurationError(
             f"output_dir: {folder}: holds {', '.join(others[:5])}, which prepare_data.py did not "
