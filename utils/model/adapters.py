@@ -1,4 +1,4 @@
-"""The trained part of a model: LoRA's adapters, or all weights that the loss reaches."""
+"""The trained part of a model: LoRA's adapters, or all weights that get a gradient."""
 
 import contextlib
 import re
@@ -45,9 +45,9 @@ FORMERLY = {
 class AdapterPlan:
     """The parts of a model that LoRA trains.
 
-    model: the model settings, with full names in lora_target_modules and lora_target_parameters,
-    and with lora_dropout 0 if experts are targets. trains_head: whether the last layer is trained
-    as well, without an adapter. report: lines for the log.
+    model: the model settings. lora_target_modules and lora_target_parameters have full names of
+    layers and weights, and lora_dropout is 0 if experts are targets. trains_head: whether the last
+    layer is trained as well, without an adapter. report: lines for the log.
     """
 
     model: ModelArguments
@@ -56,7 +56,7 @@ class AdapterPlan:
 
 
 def with_adapters(built: PreTrainedModel, model: ModelArguments) -> nn.Module:
-    """Return the model with LoRA's adapters. Without LoRA, only freeze weights."""
+    """Return the model with LoRA's adapters; without LoRA, the model with unused weights frozen."""
     if not model.use_peft:
         freeze_unused(built)
         freeze_asked(built, model)
@@ -105,8 +105,8 @@ def load_adapter(model: PreTrainedModel, path: str, config_file: Path) -> nn.Mod
 def _check_adapter_size(model: PreTrainedModel, config_file: Path) -> None:
     """Raise ConfigurationError if an adapter needs more memory than is free.
 
-    PEFT allocates the adapter by its settings before it reads the weights. If PEFT cannot build the
-    adapter, nothing is raised here, because loading the adapter raises the error later.
+    The adapter's settings decide the memory: PEFT allocates the adapter before it reads a weight.
+    If PEFT cannot build the adapter, nothing is raised here, because loading raises this error.
     """
     from peft import PeftConfig, get_peft_model
 
@@ -130,8 +130,8 @@ def trained_bytes(
     """Return the bytes of the trained weights. Their gradients take as many bytes.
 
     `trained` is the number of trained weights, and `dtype` the type of the model's weights. PEFT
-    keeps adapters in float32 (autocast_adapter_dtype). Layers that PEFT trains whole
-    (lora_modules_to_save) keep `dtype`, except with QLoRA, where they are float32.
+    keeps adapters in float32 (autocast_adapter_dtype). Layers that are trained without an adapter
+    (lora_modules_to_save) keep `dtype`, but with QLoRA they are float32.
     """
     if not model.use_peft:
         return trained * dtype.itemsize
@@ -144,9 +144,10 @@ def trained_bytes(
 
 
 def freeze_unused(model: PreTrainedModel) -> list[str]:
-    """Freeze the parameters that the loss does not reach, or DDP would wait for their gradients.
+    """Freeze the parameters that never get a gradient, and return their names.
 
-    Return their names: encoders of images and sound, indexers of sparse attention, and poolers.
+    DDP would wait for these gradients. The parameters belong to encoders of images and sound, to
+    indexers of sparse attention, and to poolers.
     """
     frozen = outside_text(model)
     frozen |= {name: each for name, each in model.named_parameters() if not gets_gradient(name)}
@@ -156,9 +157,9 @@ def freeze_unused(model: PreTrainedModel) -> list[str]:
 
 
 def freeze_asked(built: PreTrainedModel, model: ModelArguments) -> None:
-    """Freeze the weights that `freeze` names, and those that `train_only` leaves out.
+    """Freeze the weights that --freeze names, and the weights that --train_only does not name.
 
-    Raises ConfigurationError for an entry without a match, and if no weight is left to train.
+    Raises ConfigurationError if a name matches no layer or weight, or if all weights are frozen.
     """
     if not (model.freeze or model.train_only):
         return
@@ -178,7 +179,7 @@ def freeze_asked(built: PreTrainedModel, model: ModelArguments) -> None:
 
 
 def _weights_in(named: Mapping[str, nn.Parameter], layers: Sequence[str]) -> set[nn.Parameter]:
-    """Return the weights of these layers. The name "" is the whole model."""
+    """Return the weights in the layers with these full names; "" names the whole model."""
     inside = tuple(f"{layer}." if layer else "" for layer in layers)
     return {weight for name, weight in named.items() if f"{name}.".startswith(inside)}
 
@@ -187,7 +188,8 @@ def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPla
     """Return the plan of the layers that LoRA adapts, or None if LoRA is off.
 
     By default LoRA adapts the experts and every linear layer of the text model except the last.
-    PEFT adapts a model without weights here, so that ConfigurationError comes before weights load.
+    Raises ConfigurationError if LoRA does not fit the model. PEFT is tried on a model without
+    weights, so this error comes before weights load.
     """
     if not model.use_peft:
         return None
@@ -202,8 +204,8 @@ def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPla
     try:
         model, adapted, missed = _adapt(config, model, modules, parameters)
         if missed:
-            # Their names are old names of experts' layers, so PEFT did not adapt these modules. It
-            # adapts their weights as target_parameters.
+            # PEFT skips modules that have old names of experts' layers. It adapts the weights of
+            # these modules if they are target_parameters.
             modules = [name for name in modules if name not in missed]
             parameters = [*parameters, *(f"{name}.weight" for name in missed)]
             model, adapted, _ = _adapt(config, model, modules, parameters)
@@ -223,7 +225,10 @@ def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPla
 def _adapt(
     config: PreTrainedConfig, model: ModelArguments, modules: list[str], parameters: list[str]
 ) -> tuple[ModelArguments, Any, list[str]]:
-    """Return settings with these targets, the adapted model, and modules that PEFT skipped."""
+    """Adapt a model without weights. Return its settings, the model, and names that PEFT skipped.
+
+    modules, parameters: full names of the layers and weights to adapt
+    """
     from peft.tuners.lora import LoraLayer
 
     model = with_values(
@@ -236,9 +241,10 @@ def _adapt(
 
 
 def _targets(built: PreTrainedModel, model: ModelArguments) -> tuple[list[str], list[str], bool]:
-    """Return full names of targets: modules and parameters; and whether the last layer is saved.
+    """Return LoRA's target modules and target parameters, and whether the last layer is trained.
 
-    Raises ConfigurationError for names that the model lacks.
+    Targets are full names. lora_modules_to_save may name the last layer. Raises ConfigurationError
+    for names that the model lacks, and for an adapter on the last layer.
     """
     head: Any = built.get_output_embeddings()
     known = [name for name, _ in built.named_modules() if name and gets_gradient(name)]
@@ -272,9 +278,10 @@ def _matched(
     problems: list[str],
     had_experts: bool = False,
 ) -> list[str]:
-    """Return the `known` names that end in a name of `asked`, or match one as a pattern.
+    """Return the full names in `known` that match a name or regular expression in `asked`.
 
-    A name without a match is a problem, except with `had_experts` an old name (in FORMERLY).
+    A name also matches the end of a full name. Each name without a match adds a message about
+    `setting` to `problems`. had_experts: old names of experts' layers (FORMERLY) need no match.
     """
     found: set[str] = set()
     for name in [asked] if isinstance(asked, str) else asked:
@@ -293,12 +300,12 @@ def _matched(
 
 
 def linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Return the names of the text model's linear layers except the last, and of expert weights.
+    """Return the full names of the text model's linear layers, and of the weights of experts.
 
-    A layer is linear if its class has the forward method of a linear layer; some routers derive
-    from nn.Linear but return more than a tensor. Layers that PEFT refuses are left out: Mamba's
-    fused kernels read their weights directly. The weights of all experts are one tensor, (experts,
-    in, out) or (experts, out, in).
+    The last layer is left out. A layer is linear if its class has the forward method of a linear
+    layer. Routers that derive from nn.Linear but return several tensors are not linear. Layers that
+    PEFT refuses are left out: Mamba's fused kernels read their weights directly. The weights of all
+    experts are one tensor, (experts, in, out) or (experts, out, in).
     """
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
@@ -322,9 +329,9 @@ def linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
 def trained_matrices(model: Any) -> list[nn.Parameter]:
     """Return the trained matrices between embedding and last layer, which Muon updates.
 
-    They are the weights of linear layers, of LoRA's too, and the stacked weights of experts. Left
-    out are routers, because each of their rows scores one expert, and LoRA's adapters of experts,
-    which have several matrices in one.
+    They are the weights of linear layers, including LoRA's, and the stacked weights of experts.
+    Routers are left out, because each row of a router scores one expert. LoRA's adapters of experts
+    are left out, because one of their tensors holds several matrices.
     """
     from peft.tuners.lora.layer import ParamWrapper
 

@@ -1,4 +1,4 @@
-"""Properties of transformers' architectures: class, text model, experts, towers, xLSTM kernels."""
+"""Properties of a model's architecture: class, text model, experts, image towers, xLSTM kernels."""
 
 import copy
 import inspect
@@ -57,12 +57,12 @@ def first_line(error: BaseException) -> str:
 
 
 def first_set(owner: Any, names: Sequence[str]) -> Any:
-    """Return the value of the first of these settings that is set (not None, 0 or empty)."""
+    """Return the first value of these attributes that is not None, 0 or empty; None without one."""
     return next((getattr(owner, name) for name in names if getattr(owner, name, None)), None)
 
 
 def layer_settings(config: PretrainedConfig) -> dict[int | str, dict[str, Any]]:
-    """Return the settings of single layers that differ from the model's, by layer index."""
+    """Return {layer index: settings of this layer that differ from the model's}."""
     settings = config.to_dict().get("per_layer_config") or {}
     return {int(layer): own for layer, own in settings.items()}
 
@@ -91,13 +91,13 @@ def causal_lm_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def is_multimodal(model_config: PretrainedConfig) -> bool:
-    """Return whether AutoModelForCausalLM would load only a part of the model, or nothing."""
+    """Return whether a model has parts, such as image towers, that AutoModelForCausalLM lacks."""
     causal = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
     return causal is not causal_lm_class(model_config)
 
 
 def text_model_config(model_config: PretrainedConfig) -> PretrainedConfig | None:
-    """Return the text part's configuration if AutoModelForCausalLM loads this part; else None."""
+    """Return the configuration of a model's text part if AutoModelForCausalLM loads it, or None."""
     found: Any = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
     if found is None or found.config_class is not model_config.sub_configs.get("text_config"):
         return None
@@ -106,7 +106,7 @@ def text_model_config(model_config: PretrainedConfig) -> PretrainedConfig | None
 
 
 def _not_for_text(model_class: Any, model_config: PretrainedConfig) -> str | None:
-    """Return why a model cannot train on text alone, or None if it can."""
+    """Return the end of a message on why a model cannot train on text alone; None if it can."""
     text = model_config.get_text_config(decoder=True)
     if model_config.is_encoder_decoder or getattr(text, "is_encoder_decoder", False):
         return "is an encoder with a decoder, and Stoker trains decoders alone: use one of those."
@@ -164,7 +164,7 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def check_room(needed: int, what: str) -> None:
-    """Raise ConfigurationError if this host has fewer than `needed` bytes of free memory."""
+    """Raise ConfigurationError if fewer than `needed` bytes are free; `what` begins its message."""
     room = memory_room_bytes()
     if needed > room:
         raise ConfigurationError(
@@ -194,7 +194,7 @@ def expert_count(layer: torch.nn.Module) -> int:
 
 
 def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the layers that choose the experts of a token, as the model's class lists them."""
+    """Return a model's routers: the layers that choose each token's experts."""
     parts = (model, text_model_of(model))
     tables = [getattr(part, "_can_record_outputs", None) or {} for part in parts]
     recorded: Any = next(filter(None, (table.get("router_logits") for table in tables)), [])
@@ -206,12 +206,12 @@ def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def has_experts(built: PreTrainedModel) -> bool:
-    """Return whether a model routes tokens to experts. No setting says so in all architectures."""
+    """Return whether a model routes tokens to experts. Architectures share no setting for this."""
     return bool(routers(built)) or any(map(expert_count, built.modules()))
 
 
 def add_input_hooks(model: PreTrainedModel) -> None:
-    """Tell Molmo 2 the types of tokens, and xLSTM's Triton kernels whether the model trains."""
+    """Add forward hooks: token types for Molmo 2, train or inference mode for xLSTM's kernels."""
     if model.config.model_type == "molmo2":
 
         def add_types(_: Any, args: Any, given: dict[str, Any]) -> Any:
@@ -231,7 +231,7 @@ def add_input_hooks(model: PreTrainedModel) -> None:
 
 
 def accept_xlstm_kernels() -> None:
-    """Let transformers accept Triton's kernels, which `choose_xlstm_kernels` replaces later."""
+    """Let xLSTM configurations name Triton's kernels until `choose_xlstm_kernels` replaces them."""
     if not is_xlstm_available():
         strict: Any = configuration_xlstm.xLSTMConfig
         for name in ("chunkwise_kernel", "sequence_kernel", "step_kernel"):
@@ -243,7 +243,7 @@ def choose_xlstm_kernels(
 ) -> None:
     """Set and log the kernels in an xLSTM's configuration. Do nothing for other architectures.
 
-    Raises ConfigurationError if Triton's kernels do not support the sequence length.
+    Raises ConfigurationError if Triton's kernels do not support `length`, the sequence length.
     """
     if config.model_type != "xlstm":
         return
@@ -261,9 +261,10 @@ def choose_xlstm_kernels(
 
 
 def apart_inside(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return name parts, such as ".layers.3.", of the text model's modules that text does not use.
+    """Return name parts, such as ".layers.3.", of modules in the text model that text does not use.
 
-    Chameleon and Phi-4 have image towers there. Llama 3.2 Vision has layers that attend to images.
+    The text models of Chameleon and Phi-4 contain image towers. Llama 3.2 Vision has layers that
+    attend to images.
     """
     config: Any = model.config
     text_config, text = config.get_text_config(decoder=True), text_model_of(model)
@@ -279,7 +280,7 @@ def apart_inside(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def outside_text(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of image towers and projectors, which text does not use, by name."""
+    """Return {name: parameter} of what text does not use: image towers and their projectors."""
     if not set(getattr(model.config, "sub_configs", {})) - {"text_config"}:
         return {}
     used = {

@@ -1,7 +1,7 @@
-"""The choice of a run's attention, and the proof that packed documents do not see each other.
+"""The choice of a run's attention, and a test that packed documents do not see each other.
 
-Before weights load, the proof runs on a small model of the user's architecture, on the device that
-trains. The first attention that passes is chosen for the run.
+Before weights load, the test runs on a small model of the user's architecture, on the training
+device. The run uses the first attention that passes the test.
 """
 
 import copy
@@ -40,7 +40,7 @@ MASK_COST = (
 )
 FLEX = "flex_attention"
 RUN_ANYWHERE = (NAME, "sdpa", "eager")
-OPEN = "open"  # in place of a kernel's name: the run trains on another machine and chooses there
+OPEN = "open"  # instead of a kernel's name, if another machine trains: the kernel is chosen there
 ONE_A_ROW = "set --packing none (one document a sequence, so that there is nothing to leak)"
 ONE_DOCUMENT = "{}: each sequence is one document, as --packing none has it"
 KERNELS = (
@@ -50,8 +50,8 @@ KERNELS = (
 
 
 Rows = tuple[tuple[int, ...], ...]
-# Two packed sequences for `check_isolation`: the lengths of the documents, which all differ, and
-# last the length of the padding.
+# Two packed sequences for `check_isolation`: for each, the lengths of its documents and last the
+# length of its padding. All documents have different lengths.
 ROWS = ((7, 5, 9, 3), (4, 13, 7))
 # Two sequences of one document each. The first ends in padding.
 WHOLE_ROWS = ((17, 7), (24,))
@@ -80,7 +80,7 @@ class AttentionChoice:
 
     @property
     def proof(self) -> str:
-        """Return the result of `check_isolation`, in words for the log."""
+        """Return what `check_isolation` found, or why it could not run, as text for the log."""
         plain = self.batches == "plain"
         found = "no document sees the padding" if plain else "keeps packed documents apart"
         return self.unproved or found
@@ -94,15 +94,15 @@ def attention_choices(
     dtype: torch.dtype,
     whole_rows: bool = False,
 ) -> Iterator[AttentionChoice]:
-    """Yield the best attention for packed training, then fallbacks if it fails `check_isolation`.
+    """Yield the best attention for packed training, then the fallbacks to try after it.
 
-    `requested` is --attn_implementation: an attention of transformers, or a kernel that is then
-    registered for `packed_varlen`. `needs` is the result of `observe_attention`. `dtype` is the
-    type that training computes in. `whole_rows`: no sequence has more than one document. The
-    fallbacks are then sdpa or eager without document boundaries: the padding comes after the
-    document, so no token of the document sees it. Without `whole_rows` the fallbacks use a block
-    mask, and are only offered if nothing is requested. Raises ConfigurationError if the requested
-    attention cannot run.
+    `requested` is --attn_implementation: an attention of transformers, or a kernel for Stoker's
+    attention `packed_varlen`. `needs` is the result of `observe_attention`. `dtype` is the type
+    that training computes in. `whole_rows`: no sequence has more than one document. The fallbacks
+    are then sdpa or eager without document boundaries: the padding comes after the document, so no
+    token of the document sees the padding. Without `whole_rows` the fallbacks use a block mask, and
+    are only offered if nothing is requested. Raises ConfigurationError if the requested attention
+    cannot run.
     """
     name, model_class = requested or "auto", causal_lm_class(model_config)
     class_name = model_class.__name__
@@ -139,7 +139,7 @@ def attention_choices(
 def own_attention(
     requested: str | None, model_config: PretrainedConfig, needs: AttentionNeeds | str | None
 ) -> str:
-    """Return transformers' own masked attention for this model: sdpa or eager."""
+    """Return "sdpa" if the model supports SDPA and eager is not requested, else "eager"."""
     # SDPA has neither soft caps nor sinks.
     special = isinstance(needs, AttentionNeeds) and (needs.softcap or needs.sinks)
     sdpa = causal_lm_class(model_config)._supports_sdpa and not special
@@ -149,7 +149,10 @@ def own_attention(
 def _choose_packed(
     name: str, device_type: str, dtype: torch.dtype, needs: AttentionNeeds, whole_rows: bool
 ) -> AttentionChoice:
-    """Register `packed_varlen` with the requested kernel, or with the best that runs here."""
+    """Register `packed_varlen` with the requested or the fastest kernel; return this choice.
+
+    Raises ConfigurationError if the requested kernel cannot run on this host.
+    """
     usable, refusals = find_kernels(device_type, dtype, needs, whole_rows)
     wanted = [kernel for kernel in usable if name in ("auto", NAME, kernel.name)]
     if not wanted:
@@ -193,7 +196,10 @@ def is_recurrent(model_config: PretrainedConfig) -> bool:
 
 
 def check_row_positions(model_config: PretrainedConfig, sequence_length: int) -> None:
-    """Raise ConfigurationError if Llama 4 would scale queries by positions in packed sequences."""
+    """Raise ConfigurationError if Llama 4 would scale queries by positions of the packed sequence.
+
+    Llama 4 scales queries after `floor_scale` tokens, wherever the documents of a sequence begin.
+    """
     text = model_config.get_text_config(decoder=True)
     first = getattr(text, "floor_scale", None)
     if first and text.attn_temperature_tuning and sequence_length >= first:
@@ -212,11 +218,11 @@ def choose_isolated_attention(
     *,
     whole_rows: bool,
 ) -> AttentionChoice:
-    """Return the first of `attention_choices` with which documents do not see each other.
+    """Return the first attention of `attention_choices` that passes `check_isolation`.
 
-    The arguments are those of `attention_choices`. Raises ConfigurationError if no choice passes,
-    and ProbeError if the small model does not run on `device`. With `whole_rows` there is no
-    ProbeError: the choice is then returned unchecked.
+    `attention_choices` explains the arguments. Raises ConfigurationError if no attention passes,
+    and ProbeError if no small model runs on `device`. With `whole_rows`, an attention is returned
+    unchecked if no small model runs.
     """
     refusals: list[ConfigurationError] = []
     try:
@@ -246,7 +252,7 @@ def choose_isolated_attention(
     if getattr(model_config, "is_decoder", None) is False:  # an encoder
         ways.insert(0, "set is_decoder: true in its config")
     ways += ["take another model"]
-    first = refusals[0]  # that of the best attention
+    first = refusals[0]  # why the best attention is refused
     advice = f"To train it, {', or '.join(ways)}."
     raise type(first)(f"{first.problems[0]} {advice}") from first
 
@@ -256,10 +262,10 @@ def check_isolation(
 ) -> None:
     """Check that a changed token of one document changes no logit of another document.
 
-    `config` is that of a small model (`probe_config`). The model runs on `device` in `dtype`, the
-    type that training computes in. If the attention also runs in float32, its logits are compared
-    with those of eager attention for each document alone. Raises ConfigurationError if documents
-    see each other or the logits differ, and ProbeError if the model does not run.
+    `config` is the small model's configuration, made by `probe_config`. The model runs on `device`
+    in `dtype`, the type that training computes in. If the attention also runs in float32, its
+    logits are compared with eager attention on each document alone. Raises ConfigurationError if
+    documents see each other or the logits differ, and ProbeError if the model does not run.
     """
     checked: tuple[Rows, ...] = (ROWS, FULL_ROW)
     if choice.kernel == ROW_SDPA:
@@ -283,7 +289,7 @@ def check_isolation(
 
 
 def packed_batch(rows: Rows = ROWS, device: torch.device = CPU) -> dict[str, Any]:
-    """Return a packed batch as the loader makes it: padding has boundaries like a document."""
+    """Return the model's inputs for random packed sequences; `rows`: their lengths, as in ROWS."""
     generator = torch.Generator().manual_seed(0)
     row_length = sum(rows[0])
     shape = (len(rows), row_length)
@@ -304,7 +310,7 @@ def packed_batch(rows: Rows = ROWS, device: torch.device = CPU) -> dict[str, Any
 
 
 def _segments(rows: Rows) -> Iterator[tuple[int, int, int]]:
-    """Yield (sequence, start, stop) of every document and of every padding."""
+    """Yield (sequence index, start, stop) of every document and of every sequence's padding."""
     for row, lengths in enumerate(rows):
         start = 0
         for length in lengths:
@@ -320,9 +326,10 @@ def _logits(model: PreTrainedModel, batch: dict[str, Any], batches: str) -> torc
 
 
 def _leak(model: PreTrainedModel, rows: Rows, batches: str) -> str:
-    """Change the first and last token of each document in turn; return the first fault, or "".
+    """Change one token of a packed batch at a time; return the first wrong effect as text, or "".
 
-    Only logits from the changed token to the end of its document may change.
+    The first and last token of each document are changed. Only logits from the changed token to the
+    end of its document may change.
     """
     batch = packed_batch(rows, model.device)
     reference = _logits(model, batch, batches)
@@ -363,7 +370,7 @@ def _cut_short(config: PretrainedConfig) -> None:
 def _difference(
     config: PretrainedConfig, choice: AttentionChoice, rows: Rows, device: torch.device
 ) -> str:
-    """Compare with eager attention of each document alone, in float32; return the fault, or ""."""
+    """Compare float32 logits with eager attention on each document alone; return a fault or ""."""
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
     _cut_short(text)

@@ -1,11 +1,11 @@
-"""A model's configuration, read strictly, and the tokenizer compared with the embedding.
+"""The configuration of the model to train, and embedding rows for new tokens of the tokenizer.
 
 Published files have more keys than an architecture declares: old names (`rope_theta`), settings
 that only the model's code reads (`head_dim` of Qwen3-MoE), and many without effect.
 
-Training uses the tokenizer of its data. It may differ from the model's own (a base model and its
-chat sibling) as long as ids mean the same tokens. Tokens that the model lacks get new rows in the
-embedding.
+A run uses the tokenizer that made its data. This tokenizer may differ from the model's own (a base
+model and its chat sibling) if equal ids mean equal tokens. Tokens that the model's tokenizer lacks
+get new rows in the embedding.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ def load_model_config(
     """Return the configuration of the model to train; no weights are loaded.
 
     New tokens of the tokenizer enlarge the vocabulary. Raises ConfigurationError if transformers
-    does not know the configuration, or if the model has fewer positions than a sequence.
+    does not know the architecture, or if a sequence has more tokens than the model has positions.
     """
     accept_xlstm_kernels()
     model, length = settings.model, settings.data.sequence_length
@@ -110,7 +110,7 @@ def load_model_config(
 
 
 def runnable(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return `config`, or the text model's configuration if only the text model runs on text.
+    """Return `config`, or its text model's configuration if the whole model needs more than text.
 
     Raises ConfigurationError if the model cannot be built, or if no part of it runs on text alone.
     """
@@ -139,9 +139,10 @@ def runnable(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def read_config_file(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Read a model's configuration file, JSON or YAML, with `overrides` (also of inner mappings).
+    """Return a model's configuration file (JSON or YAML) as a dict, changed by `overrides`.
 
-    Raises ConfigurationError if the file cannot be read, has a key twice or has no model_type.
+    Inner mappings are merged key by key. Raises ConfigurationError if the file cannot be read, has
+    a key twice or has no model_type.
     """
     where = f"the model's configuration {path}"
     try:
@@ -163,7 +164,7 @@ def read_config_file(path: Path, overrides: Mapping[str, Any] | None = None) -> 
 
 
 def _overridden(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with `overrides`. A mapping changes the mapping of the same name."""
+    """Return a copy of `values` changed by `overrides`. Inner mappings are merged key by key."""
     inner = {
         name: _overridden(values[name], value)
         for name, value in overrides.items()
@@ -226,7 +227,7 @@ def config_from_file(
 
 
 def _misplaced(overrides: Mapping[str, Any], config: PreTrainedConfig) -> str:
-    """Return an override that only the text model's inner configuration has, or ""."""
+    """Return the name of an override that belongs into the inner text_config, or ""."""
     text = config.get_text_config(decoder=True)
     own = {field.name for field in dataclasses.fields(config)}
     inner = (name for name in overrides if name not in own and hasattr(text, name))
@@ -262,7 +263,7 @@ def _unused(values: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
 def compare_with_model(
     settings: RunSettings, tokenizer: PreTrainedTokenizerBase, directory: str
 ) -> None:
-    """Compare the run's tokenizer, in `directory`, with the model's own tokenizer; log differences.
+    """Log how the run's tokenizer, from `directory`, differs from the model's own tokenizer.
 
     Raises ConfigurationError if an id means different tokens in the two tokenizers.
     """
@@ -286,7 +287,7 @@ def compare_with_model(
 
 
 def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids that the model's own tokenizer lacks. Their embedding rows are untrained."""
+    """Return the ids of `tokenizer` that the model's tokenizer lacks. Their embeddings are new."""
     own = _own_tokenizer(settings)
     if own is None:
         return []
@@ -296,11 +297,12 @@ def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> 
 def fit_embedding(
     settings: RunSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Enlarge the configuration's vocabulary size for new tokens, and round it up to a multiple.
+    """Enlarge the configuration's vocabulary size, so that new tokens get embedding rows.
 
-    The multiple is 64 or `pad_embeddings_to_multiple_of`, which rounds up without new tokens too.
-    Some published tokenizers have more tokens than their model has embedding rows (Gemma 3 1B).
-    These tokens do not count as new. Data that uses them is refused.
+    The size is rounded up to a multiple of `pad_embeddings_to_multiple_of`, if set. Otherwise it is
+    rounded up to a multiple of 64 if there are new tokens. Some published tokenizers have more
+    tokens than their model has embedding rows (Gemma 3 1B). These tokens do not count as new, and
+    data with these tokens is refused.
     """
     text, new = config.get_text_config(), new_token_ids(settings, tokenizer)
     multiple, before = settings.model.pad_embeddings_to_multiple_of, text.vocab_size
@@ -318,7 +320,7 @@ def fit_embedding(
 
 @torch.no_grad()
 def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
-    """Resize the embedding to `rows`. Set added rows and rows `new` to the mean of the others."""
+    """Resize the embedding to `rows`; set added rows and the rows in `new` to the others' mean."""
     weight: Any = model.get_input_embeddings().weight
     before = getattr(weight, "ds_shape", weight.shape)[0]  # under ZeRO-3 the tensor is empty
     if rows != before:
@@ -342,7 +344,7 @@ def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
 
 
 def _own_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer published with the run's first weights, or None if it is missing."""
+    """Return the tokenizer of the model that the run starts from, or None if it has none."""
     model = settings.model.model_name_or_path or stage_tokenizer(settings)
     return None if model is None else _load_own(model)
 

@@ -56,8 +56,8 @@ def finished_generation(
 ) -> GenerationConfig | None:
     """Return the model's generation settings, with the tokens that end answers in `data` as stops.
 
-    padded: the embedding has more rows than the tokenizer has tokens. Generation then suppresses
-    the ids of these rows. Returns None if the model cannot generate.
+    padded: the embedding has more rows than the tokenizer has tokens. Generation then never chooses
+    the ids of surplus rows. Returns None if the model cannot generate.
     """
     if not model.can_generate():
         return None
@@ -77,14 +77,14 @@ def finished_generation(
 
 
 def read_processor_files(settings: RunSettings) -> dict[str, bytes]:
-    """Read the files of the base model's processor, which `final/` keeps. All ranks must call."""
+    """Return {name: bytes} of the base model's processor files, for final/. All ranks must call."""
     source = str(stage_of(settings) or settings.model.model_name_or_path or "")
     paths = {name: _published(source, name, settings) for name in PROCESSOR_FILES}
     return {name: path.read_bytes() for name, path in paths.items() if path is not None}
 
 
 def write_processor_files(files: Mapping[str, bytes], tokenizer: Any, directory: Path) -> None:
-    """Write the processor's files; its old chat template only if the tokenizer has none."""
+    """Write the processor's files. Its old chat template is left out if the tokenizer has one."""
     for name, content in files.items():
         if name != OLD_TEMPLATE or not tokenizer.chat_template:
             (directory / name).write_bytes(content)
@@ -101,7 +101,7 @@ def _published(source: str, name: str, settings: RunSettings) -> Path | None:
 
 
 def set_generation_settings(model: Any, generation: GenerationConfig | None) -> None:
-    """Restore the generation settings before a save, because trainers change the special tokens."""
+    """Set the model's generation settings before a save, because trainers change their tokens."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if generation is not None:
         base.generation_config = copy.deepcopy(generation)
@@ -112,8 +112,9 @@ def saved_dtype(
 ) -> torch.dtype:
     """Return the tensor type of `final/`: --save_dtype, or the base model's type.
 
-    A model from random weights keeps `trained`. A run with `--init_from` keeps the type of its
-    first start, because `config` may come from its own checkpoint.
+    A model from random weights keeps its type in training, `trained`. A resumed run with
+    `--init_from` keeps the type that it recorded first, because `config` may come from its own
+    checkpoint.
     """
     model = settings.model
     if model.save_dtype != "auto":

@@ -44,7 +44,7 @@ class TokenProducts:
     attention: tuple[tuple[float, int | None], ...]
 
     def flops(self, effective_length: float) -> float:
-        """Return the model FLOPs per token of a step, forward and backward."""
+        """Return the FLOPs per token of forward and backward; argument: see `effective_length`."""
         return 4 * self.forward + 2 * self.trained + 12 * self.scores(effective_length)
 
     def scores(self, length: float) -> float:
@@ -77,7 +77,7 @@ def token_products(model: Any) -> TokenProducts:
 
 
 def _weights(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
-    """Return the weights that multiply tokens, with their sizes before sharding or packing."""
+    """Return (weight, its elements before sharding or 4-bit packing) of a layer's matrices."""
     if isinstance(module, nn.Linear):
         return [(module.weight, module.in_features * module.out_features)]
     if isinstance(module, Conv1D):
@@ -124,7 +124,7 @@ def effective_length(plans: Sequence[PackPlan], shares: np.ndarray) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return a GPU's dense bf16 peak in FLOP/s from its data sheet, or None for an unknown card."""
+    """Return a GPU's dense bf16 peak in FLOP/s from its data sheet, or None for an unknown GPU."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     found = (gpu["tflops"] * 1e12 for gpu in known_gpus().values() if name in gpu["names"])
     return next(found, None)

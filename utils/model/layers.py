@@ -2,8 +2,8 @@
 
 Activation checkpointing has three modes. "none" keeps everything that autograd needs. "selective"
 keeps the outputs of matrix products and attention, and recomputes the rest of a layer. "full" keeps
-only the layer's input. The results do not change, because the second computation has the same
-inputs and the same random state.
+only the layer's input. The results do not change, because recomputation has the same inputs and the
+same random state.
 
 With fp8, torchao's Float8Linear multiplies in 8-bit floating point. A linear layer has three
 products in a step: its output, the gradient of its input and the gradient of its weight. Before
@@ -11,9 +11,9 @@ each product both factors are rounded to fp8. Their scales follow from the large
 (`rowwise`) or of the whole tensor (`tensorwise`). Weights, gradients and optimizer states keep
 their types, so checkpoints and `final/` do not change.
 
-In bf16 stay the last layer and routers, whose rounding changes the loss most, the first decoder
-layer, experts (they are no linear layers), and sizes that the GPU's kernels do not take. torchtitan
-leaves out the last layer, accelerate also the first.
+Some layers stay in bf16: the last layer and routers, because rounding them changes the loss most,
+the first decoder layer, experts, because they are no linear layers, and layers with sizes that fp8
+kernels do not support. torchtitan leaves out the last layer, accelerate also the first.
 """
 
 import dataclasses
@@ -66,8 +66,8 @@ _DROPOUT_ARGUMENTS = ("dropout_p", "p_dropout")
 def keep_products(model: PreTrainedModel) -> None:
     """Make Trainer's `model.activation_checkpointing_enable` turn on the selective mode.
 
-    Call this before PEFT wraps the model. A bias of experts (gpt-oss) is added in place, so that
-    the outputs of their matrix products are recomputed.
+    Call this before PEFT wraps the model. If experts have a bias (gpt-oss), it is added in place.
+    The outputs of the experts' matrix products are then recomputed.
     """
     enable = type(model).activation_checkpointing_enable
     biased = any(getattr(module, "has_bias", False) is True for module in model.modules())
@@ -84,10 +84,11 @@ def keep_products(model: PreTrainedModel) -> None:
 def kept(
     _: Any, operator: Any, *args: Any, products: tuple[str, ...] = _PRODUCTS, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Decide whether selective activation checkpointing keeps an operator's output.
+    """Return whether selective activation checkpointing keeps an operator's output.
 
-    An operator with dropout always runs again: the layer's second pass starts from the same random
-    state, so it must draw as many random numbers as the first pass.
+    products: names of the matrix products to keep. Operators with dropout are always recomputed:
+    recomputation starts from the layer's random state, so it must draw the same random numbers as
+    the first computation.
     """
     schema = operator._schema
     known = schema.name.rpartition("::")[2] in products
@@ -100,9 +101,9 @@ def kept(
     return CheckpointPolicy.PREFER_RECOMPUTE if drops else CheckpointPolicy.MUST_SAVE
 
 
-# Must be set before torch is imported, because torch then sets it to a directory in /tmp.
+# Set this variable before importing torch, because the import sets it to a directory in /tmp.
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# torch's names of those arguments of a layer that change from step to step.
+# torch's names of a layer's arguments that change from step to step.
 OPEN_NUMBERS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")
 LEAST_GRAPHS = 8  # torch's default limit
 
@@ -113,7 +114,10 @@ def compile_cache() -> Path:
 
 
 def check_compilation(strategy: str, compiles_here: bool = True) -> None:
-    """Raise ConfigurationError under ZeRO-3, or if this host compiles but has no C++ compiler."""
+    """Raise ConfigurationError if layers cannot be compiled: ZeRO-3, or no C++ compiler here.
+
+    compiles_here: whether this host needs the C++ compiler
+    """
     if strategy == "zero3":
         raise ConfigurationError(
             "--compile true: ZeRO-3 gathers weights in hooks around every module, which torch "
@@ -135,8 +139,8 @@ def marked_layers(model: nn.Module) -> list[nn.Module]:
 def compile_layers(model: nn.Module) -> None:
     """Let torch compile each layer when it first runs.
 
-    A new micro-batch size or sequence length causes another compilation. torch raises an error when
-    their number reaches a limit. Raises ConfigurationError if the model has no marked layers.
+    Each new micro-batch size or sequence length causes another compilation. torch raises an error
+    after too many compilations. Raises ConfigurationError if the model has no marked layers.
     """
     layers = marked_layers(model)
     if not layers:
@@ -155,7 +159,7 @@ def choose_compilation(
 ) -> tuple[bool, str]:
     """Return whether to compile layers, and the reason for the log ("" for no log line).
 
-    A resumed run repeats the choice of its last start, because compiled layers round differently.
+    A resumed run keeps the choice that it recorded, because compiled layers round differently.
     `elsewhere`: the run trains on another machine. All ranks must call this. Raises
     ConfigurationError if compilation is requested but not possible.
     """
@@ -178,7 +182,8 @@ def pads_to_longest(
 ) -> bool:
     """Return whether a micro-batch is padded to its longest document, not to sequence_length.
 
-    A resumed run repeats the choice of its last start, because other padding changes last bits.
+    A resumed run keeps padding to sequence_length if it recorded this choice, because other padding
+    changes the last bits of results. The choice becomes a line of `report`.
     """
     if settings.data.packing != "none":
         return False
@@ -200,7 +205,10 @@ def pads_to_longest(
 
 
 def _hindrance(config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool) -> str | None:
-    """Return why layers are not compiled by default, or None; `elsewhere`: on another machine."""
+    """Return why layers are not compiled by default, as text, or None if they are.
+
+    elsewhere: another machine trains and compiles
+    """
     if not elsewhere and torch.cuda.get_device_capability()[0] < 8:  # Triton needs 8.0 for bfloat16
         return "the GPU's compute capability is below 8.0"
     if not elsewhere and importlib.util.find_spec("triton") is None:
@@ -219,10 +227,10 @@ def _hindrance(config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool) -
 
 @dataclass(frozen=True)
 class Float8Plan:
-    """The layers that multiply in fp8.
+    """The plan of the layers that multiply in fp8.
 
     recipe: torchao's name of the scaling. layers: full names. emulated: round to fp8 but multiply
-    in another type, for devices without such products.
+    in another type, for devices without fp8 products.
     """
 
     recipe: str
@@ -230,7 +238,7 @@ class Float8Plan:
     emulated: bool
 
     def convert(self, model: nn.Module) -> None:
-        """Replace the layers in `model`; call before PEFT wraps them. Their weights stay."""
+        """Replace these layers of `model` by fp8 layers with equal weights, before PEFT wraps."""
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = Float8LinearConfig.from_recipe_name(self.recipe)
@@ -249,10 +257,11 @@ def plan_float8(
     compiled: bool,
     report: Report,
 ) -> Float8Plan | None:
-    """Return the layers for `fp8`, or None if it is off; add lines to `report`.
+    """Return the plan of the layers that multiply in fp8, or None without `--fp8`.
 
-    All ranks call this. `elsewhere`: the run trains on another machine. Raises ConfigurationError
-    if the GPU, the strategy, the sizes or the model do not allow fp8.
+    Lines for the log are added to `report`. All ranks call this. `elsewhere`: the run trains on
+    another machine. Raises ConfigurationError if the GPU, the strategy, the sizes or the model do
+    not allow fp8.
     """
     if not settings.model.fp8:
         return None
@@ -308,7 +317,7 @@ def _emulates(settings: RunSettings, launch: LaunchFacts, elsewhere: bool) -> bo
 
 
 def float8_layers(config: PreTrainedConfig) -> tuple[tuple[str, ...], list[str]]:
-    """Return the names of layers for fp8, and texts on the layers that stay in bf16."""
+    """Return the full names of the layers for fp8, and texts that list the layers left in bf16."""
     built = without_weights(config)
     linear, experts = linear_and_experts(built)
     routing = {id(module) for router in routers(built) for module in router.modules()}

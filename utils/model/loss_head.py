@@ -1,4 +1,4 @@
-"""The loss of a model: cross-entropy by the last layer, load balancing of experts, or a user's own.
+"""The loss of a model: cross-entropy of the last layer, load balancing of experts, user's function.
 
 The load-balancing loss of E experts is E * sum over experts e of f_e * p_e. f_e is the number of
 assignments to e per token, and p_e the mean router probability of e, over the tokens of all layers
@@ -8,9 +8,9 @@ counted over the whole global batch, without a gradient. With f_e fixed, the los
 tokens, and any division into micro-batches gives the same loss.
 
 The function of `--loss` gets logits (N, vocabulary) in float32, the targets (N,), and the position
-of each target in its document (N,), over all packed documents of a micro-batch. It returns the sum
-over the N tokens. The run divides the sum by the loss tokens of the global batch. Evaluations keep
-cross-entropy.
+of each target in its document (N,), over all packed documents of a micro-batch. The function
+returns the sum over the N tokens. The run divides this sum by the loss tokens of the global batch.
+Evaluations always use cross-entropy.
 """
 
 import functools
@@ -55,11 +55,11 @@ FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 DIVISOR = "logits_scaling"
 SOFT_CAPS = ("final_logit_softcapping", "output_logit_soft_cap")
 # The input with which `_problem` compares fused and plain loss: its shape (batch, tokens), and the
-# standard deviation of its logits, which is large enough for soft caps and factors to matter.
+# standard deviation of its logits. The deviation is so large that soft caps and factors matter.
 SHAPE = (3, 17)
 SPREAD = 10.0
 TOLERANCE = 1e-5
-RELEVANT = 1e-3  # relative errors have at least this share of the largest gradient as divisor
+RELEVANT = 1e-3  # relative errors are divided by at least this share of the largest gradient
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class RouterTerm:
 
 @dataclass
 class LossOutput(ModelOutput):
-    """The loss of a micro-batch, and sums over its tokens, without padding, to balance experts."""
+    """The loss of a micro-batch, and sums over its tokens for the load-balancing loss."""
 
     loss: torch.Tensor | None = None
-    # Only the fused head sets by_source and hits. by_source: the result of `_sums_by_source`.
-    # hits (N,): whether the label of each loss token had the largest logit.
+    # by_source: the result of `_sums_by_source`, only by the fused head. hits: whether the label of
+    # each loss token had the largest logit, (N,); without the fused head (B, T) in evaluations.
     by_source: torch.Tensor | None = None
     hits: torch.Tensor | None = None
     assignments: torch.Tensor | None = None  # tokens routed to each expert, (experts,) float32
@@ -86,7 +86,7 @@ class LossOutput(ModelOutput):
 
 @dataclass(frozen=True)
 class LossHeadChoice:
-    """How to compute the loss: "fused" makes logits of some tokens at a time, "logits" of all."""
+    """The way to compute the loss: "fused" makes some tokens' logits at a time, "logits" all."""
 
     name: str
     reason: str  # for the log
@@ -95,12 +95,12 @@ class LossHeadChoice:
     def install(self, model: PreTrainedModel, compiled: bool = False) -> None:
         """Let model.forward compute the loss this way; call this before PEFT wraps the model.
 
-        The new forward has more arguments. loss_positions: the result of `find_loss_positions`,
-        which is called by default and makes the host wait for the GPU. sequence_tokens: passed on
-        to `count_routed`, whose sums are then in the output. count_only: compute only these sums.
-        shift_labels (B, T): the result of `next_labels`, which is called by default.
-        sources, bool (sources, B): the data source of each sequence. compiled: compile the softmax
-        on a GPU.
+        compiled: compile the softmax on a GPU. The new forward has more arguments. loss_positions:
+        the result of `find_loss_positions`; computed by default, but then the host waits for the
+        GPU. shift_labels (B, T): the result of `next_labels`; computed by default.
+        sequence_tokens: argument of `count_routed`; the output then has the sums of `count_routed`.
+        count_only: compute only these sums. sources, bool (sources, B): the data source of each
+        sequence.
         """
         fused, router, original = self.name == "fused", self.router, model.forward
         has_term = hasattr(model.config.get_text_config(), SWITCH)
@@ -153,7 +153,7 @@ class LossHeadChoice:
 
 
 def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
-    """Compute the loss in the last layer's forward, where FSDP2 and ZeRO-3 gather its weight."""
+    """Let the last layer's forward compute the loss: FSDP2 and ZeRO-3 gather its weight there."""
     terms, head = _logit_terms(model.config.get_text_config()), model.get_output_embeddings()
 
     def head_forward(
@@ -173,7 +173,7 @@ def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
 def _sums_by_source(
     losses: torch.Tensor, positions: torch.Tensor, sources: torch.Tensor | None, length: int
 ) -> torch.Tensor | None:
-    """Return the sum and the number of losses of each data source, float64 (2, sources)."""
+    """Return each source's sum and number of losses, float64 (2, sources), or None."""
     if sources is None:
         return None
     own = sources.index_select(1, positions // length)
@@ -182,9 +182,9 @@ def _sums_by_source(
 
 
 def find_loss_positions(following: torch.Tensor) -> torch.Tensor:
-    """Return the indices of flattened tokens (B * T) whose next token has a loss, int64 (N,).
+    """Return the flattened (B * T) indices of tokens that predict a token with a loss, int64 (N,).
 
-    `following` is the result of `next_labels`. If it is on the CPU, nothing waits for the GPU.
+    `following` is the result of `next_labels`. The host waits for the GPU if `following` is on it.
     """
     return following.flatten().ne(IGNORED).nonzero().squeeze(-1)
 
@@ -210,10 +210,10 @@ def choose_loss_head(
 ) -> LossHeadChoice:
     """Choose how the loss is computed; `requested` is "auto", "fused" or "logits".
 
-    "fused" is chosen only if a small random model has the same loss and gradients with both, up to
-    rounding. `device` trains; None: this host lacks it, so the CPU checks if it can. adapted: LoRA
-    trains the last layer or rows of new tokens. Raises ConfigurationError if "fused" is requested
-    and not possible.
+    "fused" is chosen only if a small random model has the same loss and gradients both ways, up to
+    rounding. The small model runs on `device`, the training device. None: this host lacks the
+    training device, so the small model runs on the CPU if possible. adapted: LoRA trains the last
+    layer or rows of new tokens. Raises ConfigurationError if "fused" is requested and not possible.
     """
     problem, proved = None, ""
     if adapted and requested != "logits":
@@ -234,7 +234,7 @@ def choose_loss_head(
 
 
 def _problem(model_config: PretrainedConfig, device: torch.device) -> str | None:
-    """Return why the loss cannot be "fused", or None. Raises ProbeError as `probe_config` does."""
+    """Return why the loss cannot be "fused", as text, or None. ProbeError: no small model runs."""
     config = probe_config(model_config, device)
     if hasattr(config.get_text_config(), SWITCH):
         setattr(config.get_text_config(), SWITCH, False)  # compare only the cross-entropy
@@ -288,9 +288,9 @@ def router_term(
 ) -> RouterTerm | None:
     """Return the load-balancing term that training adds to the loss, or None.
 
-    Fine-tuning adds it with the coefficient `given` or the configuration's, like TRL; pretraining
-    if the configuration sets output_router_logits. Raises ConfigurationError if a coefficient is
-    given for a model without such a term.
+    Fine-tuning always adds the term, like TRL. Pretraining adds the term if the configuration sets
+    output_router_logits. `given` replaces the configuration's coefficient. Raises
+    ConfigurationError if `given` is set for a model without a load-balancing loss.
     """
     text: Any = config.get_text_config()
     own = next((getattr(text, name) for name in COEFFICIENTS if hasattr(text, name)), None)
@@ -324,7 +324,7 @@ def balance_loss(
 def count_routed(
     router_logits: tuple[torch.Tensor, ...], sequence_tokens: torch.Tensor, term: RouterTerm
 ) -> LossOutput:
-    """Sum a micro-batch's expert assignments and router probabilities over tokens and layers.
+    """Return a micro-batch's expert assignments and probabilities, summed over tokens and layers.
 
     router_logits: for each layer, (B * T, experts) or (B, T, experts). sequence_tokens (B,): the
     number of tokens of each sequence before the padding.
@@ -347,7 +347,7 @@ def count_routed(
 
 
 def check_own_loss(entry: str) -> None:
-    """Raise ConfigurationError unless the function returns a sum over tokens with a gradient."""
+    """Raise ConfigurationError unless the function of --loss sums over tokens, with a gradient."""
     function, generator = load_own(entry), torch.Generator().manual_seed(0)
     logits = torch.randn(7, 11, generator=generator).requires_grad_()
     targets, places = torch.arange(7), torch.arange(1, 8)
@@ -367,7 +367,7 @@ def check_own_loss(entry: str) -> None:
 
 
 def install_own_loss(model: PreTrainedModel, entry: str) -> None:
-    """Let model.forward compute the user's loss in training; call this before PEFT wraps it."""
+    """Let model.forward compute the loss of --loss in training; call before PEFT wraps `model`."""
     function, original = load_own(entry), model.forward
 
     @functools.wraps(original)

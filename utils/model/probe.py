@@ -78,11 +78,11 @@ def fork_random(device: torch.device) -> contextlib.AbstractContextManager[None]
 
 
 def probe_config(model_config: PretrainedConfig, device: torch.device = CPU) -> PretrainedConfig:
-    """Return the user's configuration made small, with the same head dimension and windows.
+    """Return the configuration of a small model with the user's head dimension and windows.
 
-    It has the first layer of each type, or two layers if all are alike. It has at most two
-    key/value heads, or all heads if the model only runs with these. The small model runs once on
-    `device`, where the run trains. Raises ProbeError if no small model runs.
+    The small model has the first layer of each type, or two layers if all are alike. It has at most
+    two key/value heads, or all heads if fewer heads do not run. It runs once on `device`, the
+    training device, as a test. Raises ProbeError if no small model runs.
     """
     misfit: Exception | None = None
     for cut_heads in (True, False):
@@ -137,9 +137,10 @@ def build_probe_model(
 
 
 def observe_attention(config: PretrainedConfig, device: torch.device = CPU) -> AttentionNeeds | str:
-    """Return what the layers of `probe_config`'s model need from an attention without masks.
+    """Return the features that a small model's layers need from an attention without masks.
 
-    The model runs once in training mode. If it cannot use such an attention, returns the reason.
+    The small model of `config` (made by `probe_config`) runs once in training mode. If the model
+    cannot use an attention without masks, returns the reason as text.
     """
     unused = f"{causal_lm_class(config).__name__} calls no attention of the AttentionInterface"
     whole = build_probe_model(config, "eager", device)
@@ -204,7 +205,7 @@ def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
 
 
 def _cut_settings(settings: dict[str, Any], experts: int | None) -> dict[str, Any]:
-    """Return one layer's entry of `layer_settings` made small, without the number of heads."""
+    """Return one layer's settings (see `layer_settings`) made small, without numbers of heads."""
     small = dict(settings)
     for name, value in settings.items():
         if name in ("num_attention_heads", "num_key_value_heads"):
@@ -254,7 +255,7 @@ def _cut_heads(config: PretrainedConfig) -> None:
 
 
 def _cut_states(config: PretrainedConfig) -> None:
-    """Fit recurrent layers to the hidden size; first reduce it for models without attention."""
+    """Fit recurrent layers to the hidden size. Without attention, reduce the hidden size first."""
     attends = getattr(config, "num_attention_heads", None)
     if not attends:
         config.hidden_size = min(config.hidden_size, 2 * WIDTH)

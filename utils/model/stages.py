@@ -1,6 +1,6 @@
 """Weights that `--init_from` loads from an earlier run, and the record of their origin.
 
-`--init_from` names a directory with safetensors: that of a run, a checkpoint or a model. In a run's
+`--init_from` names the directory of a run, a checkpoint or a model in safetensors. In a run's
 directory, final/ is used, or the newest complete checkpoint if there is no final/.
 """
 
@@ -43,9 +43,10 @@ def find_stage(init_from: str) -> Path:
 def stage_of(settings: RunSettings) -> Path | None:
     """Return the directory from which a run with `--init_from` reads configuration and tokenizer.
 
-    This is the newest intact checkpoint in --output_dir, so that the earlier run may be deleted;
-    before the first checkpoint, and under LoRA, the directory of `--init_from`. None without
-    `--init_from`. All ranks must call. Raises ConfigurationError, StorageError.
+    A run with checkpoints in --output_dir reads its newest intact checkpoint, so the earlier run
+    may be deleted. Before the first checkpoint, and under LoRA, the run reads the directory of
+    `--init_from`. Returns None without `--init_from`. All ranks must call this. Raises
+    ConfigurationError, StorageError.
     """
     if settings.model.init_from is None:
         return None
@@ -63,7 +64,7 @@ def stage_of(settings: RunSettings) -> Path | None:
 def weights_directory(settings: RunSettings) -> Path:
     """Return the directory, or the name on the Hub, of the weights that a run starts from.
 
-    A resumed run uses the directory that it recorded for this `--init_from`, because the earlier
+    A resumed run uses the directory that was recorded for this `--init_from`, because the earlier
     run may have newer weights now. Raises ConfigurationError if there are no weights.
     """
     init_from = settings.model.init_from
@@ -85,16 +86,17 @@ def weights_directory(settings: RunSettings) -> Path:
 
 
 def stage_tokenizer(settings: RunSettings) -> str | None:
-    """Return the directory of `stage_of` if it contains a tokenizer, else None."""
+    """Return the directory of `stage_of`, as text, if it contains a tokenizer, else None."""
     stage, files = stage_of(settings), ("tokenizer.json", "tokenizer_config.json")
     found = stage is not None and any((stage / name).is_file() for name in files)
     return str(stage) if found else None
 
 
 def origin_directory(settings: RunSettings, strategy: str, resume_from: str | None) -> Path | None:
-    """Return the directory of `--init_from` if this start must load weights from it, else None.
+    """Return the weights directory of `--init_from`, or None if no weights are loaded from there.
 
-    Raises ConfigurationError if the directory has no weights, or --init_optimizer is not possible.
+    A run that resumes from `resume_from` loads weights from there only under LoRA. Raises
+    ConfigurationError if the directory has no weights, or if --init_optimizer is not possible.
     """
     model = settings.model
     if model.init_from is None:
@@ -123,7 +125,8 @@ def weights_origin(
 ) -> dict[str, Any] | None:
     """Return path, run, step and SHA-256 of the weights of `--init_from`, to record in the run.
 
-    Raises ConfigurationError if the files differ from their manifest.
+    Returns None if no weights are loaded from there (see `origin_directory`). Raises
+    ConfigurationError if the files differ from their manifest.
     """
     directory = origin_directory(settings, strategy, resume_from)
     if directory is None:

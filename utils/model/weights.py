@@ -1,9 +1,9 @@
-"""The weights of a run, loaded strictly or drawn at random, and the identity of base weights.
+"""The weights of a run, loaded with a check of every tensor or drawn at random, and their digests.
 
-QLoRA (arXiv 2305.14314) keeps linear layers in 4 bits under LoRA's adapters, by bitsandbytes. Each
-rank quantizes the published weights when it loads them, with the same result every time, so
-checkpoints do not contain them. Layers compute with the dequantized weights, and `final/` contains
-the dequantized weights with the adapters merged.
+QLoRA (arXiv 2305.14314) keeps linear layers in 4 bits under LoRA's adapters, by bitsandbytes.
+Checkpoints do not contain the quantized weights: each rank quantizes the published weights again
+when it loads them, with the same result every time. Layers compute with the dequantized weights.
+`final/` contains the dequantized weights with the adapters merged.
 """
 
 import copy
@@ -52,7 +52,7 @@ COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Quantized(NamedTuple):
-    """The layers in 4 bits by name, their number of weights, and that of the largest layer."""
+    """Names of the layers in 4 bits, their number of weights, and that number of the largest."""
 
     layers: list[str]
     weights: int
@@ -65,9 +65,9 @@ class Quantized(NamedTuple):
 
 
 def base_weights(settings: RunSettings) -> dict[str, Any] | None:
-    """Return the digests of a LoRA run's base weights, or their commit on the Hub; on rank 0.
+    """Return SHA-256 digests of a LoRA run's base weights, or their commit on the Hub, to record.
 
-    None without LoRA. Raises ConfigurationError, OSError.
+    Only rank 0 calls this. Returns None without LoRA. Raises ConfigurationError, OSError.
     """
     model = settings.model
     if not model.use_peft:
@@ -148,7 +148,7 @@ def weights_dtype(model: ModelArguments, config: PreTrainedConfig) -> torch.dtyp
 
 
 def model_contents(settings: RunSettings) -> dict[str, Any] | None:
-    """Return config.json's values, or None if a Hub commit or a checkpoint identifies the model."""
+    """Return the model's config.json as a dict, or None if a commit or checkpoint identifies it."""
     model = settings.model
     if model.model_config is not None:
         return read_config_file(Path(model.model_config), model.model_config_overrides)
@@ -254,7 +254,7 @@ def quantized_layers(model: ModelArguments, config: PreTrainedConfig) -> Quantiz
 
 
 def check_quantization(settings: RunSettings, config: PreTrainedConfig, strategy: str) -> None:
-    """Raise ConfigurationError if weights are quantized already or `strategy` excludes 4 bits."""
+    """Raise ConfigurationError if published weights are quantized or `strategy` excludes 4 bits."""
     model = settings.model
     method = dict(getattr(config, "quantization_config", None) or {}).get("quant_method")
     if method == "bitsandbytes" or (method and model.load_in_4bit):
@@ -273,9 +273,10 @@ def check_quantization(settings: RunSettings, config: PreTrainedConfig, strategy
 def quantized_loading(
     settings: RunSettings, config: PreTrainedConfig, dtype: torch.dtype, found: Quantized | None
 ) -> dict[str, Any]:
-    """Return the arguments of from_pretrained for 4 bits; empty if nothing is quantized.
+    """Return the arguments of from_pretrained that load layers in 4 bits; empty without `found`.
 
-    Quantized layers compute in the mixed-precision type, or in `dtype` without mixed precision.
+    found: the layers to quantize. They compute in the mixed-precision type, or in `dtype` without
+    mixed precision.
     """
     if found is None:
         return {}
@@ -296,13 +297,16 @@ def quantized_loading(
 
 
 def packed_layers(model: nn.Module) -> dict[str, Any]:
-    """Return bitsandbytes' layers in 4 bits by name, without the layers of PEFT around them."""
+    """Return {name: layer} of bitsandbytes' 4-bit layers, which PEFT's layers may wrap."""
     modules = model.named_modules()
     return {name: module for name, module in modules if "quant_state" in vars(module)}
 
 
 def dequantized(layer: Any, packed: torch.Tensor) -> torch.Tensor:
-    """Return the weight of `packed`, gathered from all ranks, on the CPU, as it was published."""
+    """Return a 4-bit layer's dequantized weight on the CPU, in the shape of the published weight.
+
+    packed: the layer's weight in 4 bits, gathered from all ranks
+    """
     from bitsandbytes.functional import dequantize_4bit
 
     state = layer.quant_state
