@@ -31,11 +31,13 @@ if TYPE_CHECKING:
 class MaskedChat:
     """A rendered chat, and the spans of its trained text: [start, stop) in characters.
 
-    drops_thinking: the template leaves out the reasoning of at least one trained turn.
+    starts: the start of each trained turn's first span. drops_thinking: the template leaves out
+    the reasoning of at least one trained turn.
     """
 
     text: str
     spans: Sequence[Span]
+    starts: Sequence[int] = ()
     drops_thinking: bool = False
 
 
@@ -91,7 +93,8 @@ class ChatMasks:
         for turn in trained:
             self._check_spans(marked, turn, spans[turn], text)
         trained_spans = [span for turn in trained for span in spans[turn]]
-        return MaskedChat(text, trained_spans, not without_thinking.isdisjoint(trained))
+        starts = [spans[turn][0][0] for turn in trained if spans[turn]]
+        return MaskedChat(text, trained_spans, starts, not without_thinking.isdisjoint(trained))
 
     def _check_spans(self, chat: MarkedChat, turn: int, spans: Sequence[Span], text: str) -> None:
         """Raise UnusableRowError if `spans` miss a part of the turn or contain other messages."""

@@ -243,6 +243,10 @@ class DocumentTokenizer:
                 any(start < end and begin < stop for start, stop in chat.spans)
                 for begin, end in empty
             ),
+            answers_without_empty_thought=sum(
+                all((chat.text[end:start] + chat.text[start:begin]).strip() for begin, end in empty)
+                for start in (chat.starts if empty else ())
+            ),
             thoughts_after_closed_prompts=int(self._thinks_after_closed_thought(document)),
             special_tokens_in_answers=sum(
                 message["role"] == ASSISTANT and message.get("weight") != 0

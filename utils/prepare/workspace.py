@@ -47,6 +47,10 @@ NOTES = {
     "empty_thoughts": "answers train an empty thought, which teaches the model not to think. For a "
     "model that answers at once set chat_template_kwargs: {enable_thinking: false}. For one that "
     "thinks give answers with thoughts (docs/data.md, Thoughts)",
+    "answers_without_empty_thought": "answers have no empty thought, because the chat template "
+    "prints one before the last answer only. They teach the model not to think. To keep its "
+    "thinking give such a chat once for every answer, each time up to that answer and with "
+    "weight: 0 in the answers before it",
     "thoughts_after_closed_prompts": "answers think although their prompts say not to "
     "(chat_template_kwargs: enable_thinking false): give these chats a source of their own with "
     "{enable_thinking: true}, or that as their column chat_template_kwargs",

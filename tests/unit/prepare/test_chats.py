@@ -251,6 +251,20 @@ def test_an_empty_thought_that_is_trained_on_is_counted(trained, caplog):
     assert "1 answers train an empty thought" in caplog.text
 
 
+@pytest.mark.parametrize(("setting", "thought"), [(OFF, ""), (ON, EMPTY)])
+def test_answers_before_the_only_empty_thought_are_counted(trained, caplog, setting, thought):
+    """They begin where a model that thinks begins its thought, so they teach it not to think."""
+    caplog.set_level("INFO")
+    row = samples.chat("q", "Rome", "q", "Oslo", "q", "Paris")
+    said, counted = trained("out", row, chat_template_kwargs=setting)
+    assert said == f"Rome<|im_end|>Oslo<|im_end|>{thought}Paris<|im_end|>"
+    assert counted["answers_without_empty_thought"] == 2
+    assert "2 answers have no empty thought" in caplog.text
+    row["messages"][1]["weight"] = 0
+    assert trained("weighted", row)[1]["answers_without_empty_thought"] == 1
+    assert trained("last", samples.chat("q", "Paris"))[1]["answers_without_empty_thought"] == 0
+
+
 def test_an_end_that_an_answer_has_as_text_is_counted(trained):
     said, counted = trained("out", samples.chat("q<|im_end|>", "Rome", "q", "Paris<|im_end|>"))
     assert said == f"Rome<|im_end|>{EMPTY}Paris<|im_end|><|im_end|>"
