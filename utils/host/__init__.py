@@ -1,15 +1,15 @@
-"""Helpers for all other packages of utils. From those, these modules import only config.errors.
+"""Helpers for the other packages of utils. The helpers import only config.errors from there.
 
 atomic_files  atomic writes, checked file names, locked directories, the disk cache
 machine       host name, rank, processor and memory
 environment   inherited variables and the limit of open files
 redaction     tokens from .env; secrets masked in all output
-faults        recognizes errors of storage, memory and lost processes; finds their place in the code
+faults        the cause of an error (storage, memory, a lost process) and its place in the code
 foreign       time and memory limits, and clear errors, while a library reads a user's files
 collectives   run a function on rank 0 or on all ranks, and give all ranks the result or error
 journal_file  metrics.jsonl: format and reader, without torch
 spikes        the rule for loss spikes
-hub           one test of the connection to the Hub; messages on what its cache lacks
+hub           one test of the connection to the Hub; error messages if the Hub's cache lacks a model
 run_lock      at most one job per output directory: the lock file in .lock and its heartbeat
-phase_times   seconds of a process in each phase, which the heartbeat writes
+phase_times   seconds that a process spent in each phase; the heartbeat stores these times
 """

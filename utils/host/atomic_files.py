@@ -1,4 +1,4 @@
-"""Files: atomic writes, checked names, locked directories, the disk cache.
+"""Atomic writes of files, checked file names, locked directories, the disk cache.
 
 The disk cache is in $XDG_CACHE_HOME/stoker (default: ~/.cache/stoker). The name of a cache file is
 a digest of everything that determines the content, so a cache file is never out of date.
@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 def replace_text(path: Path, text: str, *, exact: bool = False) -> None:
     """Write a text atomically: write and flush a temporary file, then rename it. Raises OSError.
 
-    Known secrets are masked. `exact` writes the text unchanged, for texts with a stored digest.
+    Secrets in the text are masked. exact: write the text unchanged, because its digest is stored.
     """
     # Processes on several hosts may write the same file at the same time.
     draft = path.with_name(f".{path.name}.{host_name()}.{os.getpid()}.tmp")
     try:
         draft.unlink(missing_ok=True)
-        with draft.open("x", encoding="utf-8") as file:  # never through another user's link
+        with draft.open("x", encoding="utf-8") as file:  # x: fails if another user put a link here
             file.write(text if exact else redact(text))
             file.flush()
             os.fsync(file.fileno())
@@ -51,7 +51,7 @@ def replace_text(path: Path, text: str, *, exact: bool = False) -> None:
 
 
 def from_here(path: str | Path) -> Path:
-    """Return a path as a log shows it: relative to the working directory if it is below it."""
+    """Return a path for a log: relative if it is below the working directory, else unchanged."""
     absolute = Path(path).absolute()
     return absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else Path(path)
 
@@ -59,11 +59,12 @@ def from_here(path: str | Path) -> Path:
 def paths_inside(
     folder: Path, names: Iterable[Any], listed_in: str | Path, *, links: bool = False
 ) -> dict[str, Path]:
-    """Check file names listed in a file such as an index; return each name's path in `folder`.
+    """Check the file names that a file such as an index lists; return {name: path in `folder`}.
 
-    The files may be missing. With `links`, symbolic links may lead out of the folder, as in the
-    Hub's cache. Raises ConfigurationError for a name that leaves the folder or is not a regular
-    file, and for two names that some file systems treat as the same.
+    The files themselves may be missing. listed_in: the listing file, for error messages. links:
+    symbolic links may lead out of the folder, as in the Hub's cache. Raises ConfigurationError for
+    a name that leaves the folder or is not a regular file, and for two names that some file systems
+    treat as the same.
     """
     paths: dict[str, Path] = {}
     plain: dict[str, str] = {}
@@ -105,7 +106,7 @@ def _is_inside(folder: Path, name: Any, *, links: bool) -> bool:
 
 
 def locked_directory(base: Path, prefix: str) -> tuple[Path, int]:
-    """Make a private directory and lock it; return the path and the lock's descriptor.
+    """Make a private directory in `base` and lock it; return (path, file descriptor of the lock).
 
     The lock ends when the descriptor is closed, at the latest with the process. Raises OSError.
     """
@@ -114,7 +115,7 @@ def locked_directory(base: Path, prefix: str) -> tuple[Path, int]:
         # Another process may remove the directory before the lock: then make another directory.
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-            with contextlib.suppress(OSError):  # without locks, `remove_abandoned` does nothing
+            with contextlib.suppress(OSError):  # no locks here: `remove_abandoned` does nothing
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if directory.exists():
                 return directory, lock
@@ -122,7 +123,10 @@ def locked_directory(base: Path, prefix: str) -> tuple[Path, int]:
 
 
 def remove_abandoned(base: Path, prefix: str) -> list[Path]:
-    """Remove and return this user's directories of `locked_directory` without a live process."""
+    """Delete this user's directories of `locked_directory` without a live process.
+
+    Return the paths of the deleted directories.
+    """
     removed = []
     for directory in sorted(base.glob(f"{prefix}*")):
         with contextlib.suppress(OSError):  # a link, locked by a living process, or already removed
@@ -147,19 +151,19 @@ def cache_root() -> Path:
 
 
 def cache_path(kind: str, facts: Any) -> Path:
-    """Return the path of a cache file; `facts` (JSON values) determine the file's content."""
+    """Return a cache file's path in the folder `kind`; `facts` (JSON values) determine its name."""
     name = hashlib.blake2b(json.dumps([CACHE_FORMAT, facts]).encode(), digest_size=16).hexdigest()
     return cache_root() / kind / f"{name}.json"
 
 
 def file_states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Return path, size in bytes and modification time in ns of each file."""
+    """Return (resolved path, size in bytes, modification time in ns) of each file."""
     stats = [(file.resolve(), file.stat()) for file in files]
     return [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
 def read_cache(path: Path, read: Callable[[Any], Content]) -> Content | None:
-    """Parse a cache file's JSON with `read`; return None if the file is missing or damaged."""
+    """Return a cache file's JSON, converted by `read`; None if the file is missing or damaged."""
     try:
         return read(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -170,7 +174,7 @@ def read_cache(path: Path, read: Callable[[Any], Content]) -> Content | None:
 
 
 def write_cache(path: Path, content: Any) -> None:
-    """Write JSON values to the cache; log a warning if writing fails."""
+    """Write JSON values to a cache file; only log a warning if writing fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(content, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Run a function on rank 0 or on all ranks, with the same result or error on every rank."""
+"""Calls of a function on rank 0 or on all ranks, with the same result or error on every rank."""
 
 import datetime
 import os
@@ -29,13 +29,13 @@ def on_every_rank(action: Callable[[], Answer], group: Any = None) -> list[Answe
     """Run a function on every rank; return the results of all ranks, in rank order.
 
     If the function fails on some ranks, all ranks raise one error with the messages of these ranks.
-    Collective over `group`.
+    Collective over `group` (None: all ranks).
     """
     return _answers_of(gathered(_attempt(action), group))
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
-    """Return the values of all ranks, in rank order. Collective over `group` (None: all ranks)."""
+    """Return each rank's `value`, in rank order. Collective over `group` (None: all ranks)."""
     if not _connected():
         return [value]
     values: list[Any] = [None] * torch.distributed.get_world_size()
@@ -44,7 +44,7 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[Any, type[ConfigurationError] | None, list[str]]:
-    """Return (result, None, []), or (None, error type, messages) to send to other processes."""
+    """Call `action`; return (result, None, []), or after an error (None, error type, messages)."""
     try:
         return action(), None, []
     except ConfigurationError as error:
@@ -55,7 +55,7 @@ def _attempt(action: Callable[[], Any]) -> tuple[Any, type[ConfigurationError] |
 
 
 def _answers_of(outcomes: list[Any]) -> list[Any]:
-    """Return the results in outcomes of `_attempt`; raise one error with all their messages."""
+    """Return all ranks' results of `_attempt`; after failures raise an error with all messages."""
     refused = [kind for _, kind, _ in outcomes if kind is not None]
     if refused:
         raise refused[0](list(dict.fromkeys(text for *_, texts in outcomes for text in texts)))
@@ -67,7 +67,10 @@ def _connected() -> bool:
 
 
 def cpu_group(timeout_s: float) -> Any:
-    """Make a gloo group of all ranks, None for one; collective. Raises UnfitClusterError."""
+    """Return a new gloo process group of all ranks, or None if there is only one rank.
+
+    Collective. Raises UnfitClusterError if the ranks cannot reach each other.
+    """
     if not _connected() or torch.distributed.get_world_size() == 1:
         return None
     try:
@@ -90,13 +93,13 @@ class Agreement:
     """
 
     def __init__(self, timeout_s: float = 1800):
-        """Make the process group; collective over ranks. Raises UnfitClusterError."""
+        """Make a gloo process group. Collective over all ranks. Raises UnfitClusterError."""
         self.pending: tuple[torch.Tensor, Any] | None = None
         self.own = 0
         self.group = cpu_group(timeout_s)
 
     def result(self) -> int:
-        """Return the maximum of the numbers given to the last `begin_turn`; 0 before the first."""
+        """Return the maximum over ranks of the last `begin_turn`'s number; 0 before any call."""
         if self.pending is None:
             return self.own
         value, work = self.pending
@@ -105,7 +108,7 @@ class Agreement:
         return int(value.item())
 
     def begin_turn(self, number: int) -> None:
-        """Start the all-reduce with this rank's number. Call `result` before the next call."""
+        """Start the all-reduce with this rank's number. Call `result` before the next turn."""
         assert self.pending is None, "the last turn was not read"
         self.own = number
         if self.group is not None:
@@ -121,7 +124,7 @@ class Agreement:
             self.pending = (value, work)
 
     def close(self) -> None:
-        """Wait for the all-reduce and destroy the process group; all ranks call it."""
+        """Wait for the all-reduce and destroy the process group. Collective over all ranks."""
         self.result()
         self.own = 0
         if self.group is not None:

@@ -10,7 +10,7 @@ from utils.host.machine import global_rank
 
 logger = logging.getLogger(__name__)
 
-OPEN_FILES = 4096  # data workers, sockets between ranks and mapped files take some each
+OPEN_FILES = 4096  # data workers, sockets between ranks and mapped files need them
 LIMIT = "ulimit -n"
 GPUS, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
 # Variables that change the results or the speed of training, and the effects of some of them.
@@ -32,14 +32,17 @@ EFFECTS = {
 
 
 def inherited(environment: Mapping[str, str]) -> list[str]:
-    """Return NAME=VALUE of the variables that change results or speed, and the open files."""
+    """Return NAME=VALUE of variables that change results or speed, and of the open-files limit."""
     names = (name for name in sorted(environment) if _FAMILIES.fullmatch(name))
     found = [f"{name}={environment[name]}" for name in names if not _HARMLESS.fullmatch(name)]
     return [*found, f"{LIMIT}={resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"]
 
 
 def without_indices(variable: str) -> str:
-    """Return NAME=VALUE; visible GPUs are counted, as each job on a shared node has other ones."""
+    """Return `variable` (NAME=VALUE), for CUDA_VISIBLE_DEVICES only the number of GPUs.
+
+    A job on a shared node gets GPUs with other indices at each start.
+    """
     name, _, value = variable.partition("=")
     devices = value.split(",")
     if name != GPUS or not all(re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", each) for each in devices):
@@ -48,7 +51,7 @@ def without_indices(variable: str) -> str:
 
 
 def _with_effect(variable: str) -> str:
-    """Return NAME=VALUE with the effect of the variable."""
+    """Return NAME=VALUE, followed by the variable's effect in parentheses if it is in EFFECTS."""
     name = variable.partition("=")[0]
     effects = (text for text, names in EFFECTS.items() if re.fullmatch(names, name))
     return variable + "".join(f" ({text})" for text in effects)
@@ -71,7 +74,10 @@ def report_environment() -> None:
 
 
 def _raise_open_files() -> str:
-    """Raise the limit of open files to OPEN_FILES; return a warning if the system forbids it."""
+    """Raise the limit of open files to OPEN_FILES, if the system allows that many.
+
+    Return a warning if the system allows fewer open files, else "".
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES:
         return ""

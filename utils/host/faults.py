@@ -1,4 +1,4 @@
-"""Find the cause of an error (storage, memory, a lost data worker) and its place in the code."""
+"""The cause of an error (storage, memory, a lost data worker) and its place in the code."""
 
 import errno
 import os
@@ -13,21 +13,21 @@ from utils.host.machine import host_name
 
 _ROOT = Path(__file__).parents[2]
 _STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-# Texts of storage faults in errors of libraries, which have no errno. torch and protobuf only say
-# that their writer failed.
+# Texts of storage faults in library errors without an errno. torch and protobuf only say that their
+# writer failed.
 _STORAGE_TEXTS = (
     *map(os.strerror, _STORAGE_ERRNOS), "PytorchStreamWriter failed writing", "iostream error",
 )  # fmt: skip
 _MEMORY_TEXTS = "out of memory", "t allocate memory", "bad_alloc", "ALLOC_FAILED"
-# Texts of torch (a data worker), datasets and Python (a process pool) after a process died, which
-# do not tell what killed the process.
+# Error texts of torch (data workers), datasets and Python (process pools) after a process died.
+# These texts do not tell what killed the process.
 _LOST_PROCESS = re.compile(r"is killed by signal|exited unexpectedly(?! with)|abruptly")
 
 
 def place(frames: Sequence[traceback.FrameSummary], packages: Sequence[str] = ()) -> str:
     """Return `file:line in function` of the innermost frame in this repository or in `packages`.
 
-    Without such a frame, return the innermost frame of all, the last of `frames`.
+    If there is no such frame, return the innermost frame, which is the last of `frames`.
     """
     if not frames:
         return "no Python code"
@@ -42,27 +42,27 @@ def place(frames: Sequence[traceback.FrameSummary], packages: Sequence[str] = ()
 
 
 def thread_frames(thread: int) -> list[traceback.FrameSummary]:
-    """Return the stack of a thread id, the innermost frame last, without source lines."""
+    """Return the stack frames of the thread with this id, innermost last, without source lines."""
     frame = sys._current_frames().get(thread)
     stack = traceback.walk_stack(frame) if frame else iter(())
     return list(reversed(traceback.StackSummary.extract(stack, lookup_lines=False)))
 
 
 def waits_for_ranks(frames: Sequence[traceback.FrameSummary]) -> bool:
-    """Return whether a stack is in a collective, or in a backward pass, which runs collectives."""
+    """Return whether a stack is in a collective, or in a backward pass, which has collectives."""
     collectives = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
     return any(name in frame.filename for frame in frames for name in collectives)
 
 
 def last_line(error: BaseException) -> str:
-    """Return `Type: message (file:line in function)` of an error; only the message's first line."""
+    """Return `Type: message (file:line in function)` of an error; the message's first line only."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     frames = traceback.extract_tb(error.__traceback__)
     return f"{lines[0]} ({place(frames)})" if frames else lines[0]
 
 
 def storage_error(error: BaseException) -> StorageError | None:
-    """Return a StorageError with advice if `error` or one of its causes is a storage fault."""
+    """Return a StorageError with advice if a storage fault caused `error`, else None."""
     if (cause := _cause(error, _storage_fault)) is None:
         return None
     target = getattr(cause, "filename", None)
@@ -75,10 +75,10 @@ def storage_error(error: BaseException) -> StorageError | None:
 
 
 def memory_cause(error: BaseException, killed: bool) -> BaseException | None:
-    """Return `error` or the first of its causes that shows lack of memory; None if none does.
+    """Return the first of `error` and its causes that shows a lack of memory, or None.
 
-    `killed` tells that the kernel killed a process of this job for lack of memory. Only then a lost
-    data worker counts as lack of memory.
+    killed: the kernel killed a process of this job for lack of memory. Only then does the loss of a
+    data worker count as lack of memory.
     """
 
     def lacks_memory(one: BaseException) -> bool:
@@ -89,7 +89,7 @@ def memory_cause(error: BaseException, killed: bool) -> BaseException | None:
 
 
 def memory_owner(cause: BaseException) -> str:
-    """Return whose memory ran out: "GPU" or "host"."""
+    """Return which memory ran out: "GPU" or "host"."""
     return "GPU" if any(word in str(cause) for word in ("CUDA", "HIP", "CUBLAS")) else "host"
 
 
@@ -105,7 +105,7 @@ def memory_error(error: BaseException, killed: bool = False) -> OutOfMemoryError
 
 
 def lost_process(error: BaseException) -> LostProcessError | None:
-    """Return a LostProcessError with advice if the end of a data worker caused the error."""
+    """Return a LostProcessError with advice if a data worker's end caused the error, else None."""
     if (cause := _cause(error, _is_lost_process)) is None:
         return None
     room = "lack of memory"

@@ -1,4 +1,4 @@
-"""The connection to the Hugging Face Hub: tested once; without one, the Hub's cache is used."""
+"""The connection to the Hugging Face Hub: one test; if it fails, the Hub's local cache is used."""
 
 import functools
 import logging
@@ -13,18 +13,19 @@ from utils.config.errors import ConfigurationError, did_you_mean
 logger = logging.getLogger(__name__)
 
 PROBE_LIMIT_S = 1.5
-UPLOAD_LIMIT_S = 30.0  # an upload is worth waiting for a slow Hub
-# The cache has a model or a tokenizer if it has one of these files.
+UPLOAD_LIMIT_S = 30.0  # an upload may wait longer for a slow Hub
+# The Hub's cache has a model or a tokenizer if one of these files is there.
 _FIRST_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
 _NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
-_gave_up = threading.Event()  # stay_offline turned the offline mode on, not the user
+_gave_up = threading.Event()  # set if `stay_offline`, not the user, turned the offline mode on
 
 
 @functools.cache
 def hub_fault(limit_s: float | None = None) -> str:
-    """Return why the Hub cannot be reached, "" if it can. Only the first call sends a request.
+    """Return the reason why the Hub cannot be reached, "" if it can. The result is cached.
 
-    The libraries repeat each request for a minute. HF_HUB_OFFLINE=0 turns this test off.
+    limit_s: seconds to wait for an answer (None: PROBE_LIMIT_S). Without this test, the libraries
+    would repeat each failing request for a minute. HF_HUB_OFFLINE=0 turns the test off.
     """
     from huggingface_hub import constants, get_session, is_offline_mode
 
@@ -53,9 +54,10 @@ def hub_fault(limit_s: float | None = None) -> str:
 
 
 def upload_fault() -> str:
-    """Return why nothing can be uploaded, "" if the Hub answers.
+    """Return the reason why nothing can be uploaded, "" if the Hub answers.
 
-    Waits longer than hub_fault, and asks again if the Hub did not answer at the start of a run.
+    This waits longer than `hub_fault`. If the Hub did not answer at the start of the run, ask
+    again.
     """
     from huggingface_hub import constants
 
@@ -67,10 +69,10 @@ def upload_fault() -> str:
 
 
 def settle_connection(name: str | None, revision: str | None = None) -> bool:
-    """Set the Hub's libraries offline if a model or tokenizer needs the Hub and it does not answer.
+    """Set the Hub's libraries offline if a model or tokenizer is on the Hub and the Hub is silent.
 
-    Returns whether they are offline then. `name` may be a local folder: nothing is asked then.
-    Raises ConfigurationError if the Hub's cache lacks the name.
+    Return whether the libraries were set offline. name: on the Hub, or a local folder, for which
+    the Hub is not asked. Raises ConfigurationError if the Hub's cache lacks the model or tokenizer.
     """
     if not name or not _NAME.fullmatch(name) or Path(name).exists() or not (fault := hub_fault()):
         return False
@@ -92,7 +94,7 @@ def stay_offline() -> None:
 
 
 def lacking(name: str, revision: str | None = None) -> str:
-    """Return an error message if the cache has no model or tokenizer of this name; else ""."""
+    """Return an error message if the Hub's cache has no model or tokenizer of this name, or ""."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     found = (try_to_load_from_cache(name, file, revision=revision) for file in _FIRST_FILES)

@@ -1,8 +1,8 @@
 """metrics.jsonl, the journal of a run: format and reader, without torch.
 
-Lines are only appended. A run may resume from a checkpoint that is older than the last lines. So
-each process first appends `{"event": "started"|"resumed", "step": N}`: earlier lines with step > N
-were rolled back, and `read_journal` leaves them out.
+Lines are only appended. A run may resume from a checkpoint that is older than the last lines.
+Therefore each execution of the script first appends `{"event": "started"|"resumed", "step": N}`.
+This line rolls back all earlier lines with step > N, and `read_journal` leaves these lines out.
 
 Storage faults and killed processes damage lines. `read_lines` checks the types of all fields that
 Stoker uses, and leaves out and counts damaged lines.
@@ -21,11 +21,11 @@ from typing import Any, BinaryIO
 from utils.host.redaction import redact, redacted
 
 FILE_NAME = "metrics.jsonl"
-NOT_FINITE = "NaN", "Infinity", "-Infinity"  # JSON has no such numbers: they are written as text
+NOT_FINITE = "NaN", "Infinity", "-Infinity"  # not in JSON's numbers, so written as text
 STARTS = ("started", "resumed")
 LATEST = 253402300799.0  # unix seconds: the year 9999, the last that libraries format
 BLOCK_BYTES = 2**16
-NEAR = 4  # lines after a place, of which one is a training log
+NEAR = 4  # among this many consecutive lines there is usually a training log
 LARGEST_STEP = 2**53  # whole numbers are exact in float64 up to here
 LARGEST_MEASURE = 1e18
 LARGEST_FIGURE = 1e39  # just above what float32 holds
@@ -48,7 +48,7 @@ _KINDS = {
 
 
 def strict_json(value: Any, indent: int | None = None) -> str:
-    """Return a value as valid JSON, with known secrets masked.
+    """Return a value as JSON text that every parser reads, with known secrets masked.
 
     Scalars of numpy and torch become plain numbers; NaN and infinity become text.
     """
@@ -61,7 +61,7 @@ def strict_json(value: Any, indent: int | None = None) -> str:
 
 
 def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read metrics.jsonl without lines that were rolled back, damaged or repeated.
+    """Return the lines of metrics.jsonl as dicts, without rolled-back, damaged and repeated lines.
 
     If several lines have the same event, split and step, only the last is returned, because a
     resumed run repeats an interrupted evaluation.
@@ -70,7 +70,7 @@ def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def as_series(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return lines without rolled-back and repeated ones (see `read_journal`)."""
+    """Return lines of metrics.jsonl without rolled-back and repeated lines (see `read_journal`)."""
     events: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in lines:
         event, step = line["event"], line["step"]
@@ -85,7 +85,7 @@ def as_series(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def read_lines(
     path: Path, *, first: int | None = None, last: int | None = None, ranks: bool = True
 ) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines of metrics.jsonl and the number of damaged lines. Raises OSError.
+    """Return (lines of metrics.jsonl as dicts, number of damaged lines). Raises OSError.
 
     first  read only the lines that end in the first `first` bytes of the file
     last   read only the lines that end in the last `last` bytes of the file
@@ -111,9 +111,10 @@ def read_lines(
 
 
 def sampled_losses(path: Path, count: int) -> list[tuple[int, float]]:
-    """Return (step, loss) of up to `count` training logs from all of metrics.jsonl; no OSError.
+    """Return (step, loss) of up to `count` training logs, spread over the whole metrics.jsonl.
 
-    Only these lines are read. Logs that a later start repeated are left out.
+    Only lines at `count` places of the file are read. Logs that a later start of the script
+    repeated are left out. Raises no OSError: an unreadable file gives [].
     """
     points: list[tuple[int, float]] = []
     with contextlib.suppress(OSError), path.open("rb") as file:
@@ -129,7 +130,7 @@ def sampled_losses(path: Path, count: int) -> list[tuple[int, float]]:
 
 
 def _line_start(file: BinaryIO, place: int) -> int:
-    """Return the offset at which the line that contains the offset `place` begins."""
+    """Return the file offset at which the line around the offset `place` begins."""
     while place > 0:
         begin = max(0, place - BLOCK_BYTES)
         file.seek(begin)
@@ -152,9 +153,9 @@ def skipped(damaged: int) -> str:
 def read_line(text: bytes) -> dict[str, Any] | None:
     """Parse a line of metrics.jsonl (see docs/metrics.md); return None for a damaged line.
 
-    A field of a wrong type is damage. A figure (such as a loss) may be NaN or infinite. A
-    non-finite measure (a time, a size, a share) is left out, and so are null fields. Fields that a
-    user's hook added may have any type.
+    A line is damaged if a field has a wrong type. A "figure" of _KINDS (such as a loss) may be NaN
+    or infinite. A "measure" (a time, a size, a share) that is not finite is left out, and so are
+    null fields. Fields that a user's hook added may have any type.
     """
     try:
         fields = json.loads(text.decode()).items()
@@ -168,7 +169,7 @@ def read_line(text: bytes) -> dict[str, Any] | None:
 
 
 def _checked(key: str, value: Any) -> Any:
-    """Return a field's value; None for a non-finite measure. Raise ValueError for a wrong type."""
+    """Return a field's value; None for a non-finite measure. Raises ValueError for a wrong type."""
     kind = _kind(key)
     if isinstance(value, str) and value in NOT_FINITE and kind != "text":
         value = float(value)

@@ -16,14 +16,14 @@ def host_name() -> str:
 
 
 def global_rank() -> int:
-    """Return the rank of this process over all nodes, from the launcher; 0 without a launcher."""
+    """Return this process's rank among all nodes, as the launcher set it; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def set_death_signal(number: int) -> None:
     """Let the kernel send a signal to this process when its parent dies; 0 sends none.
 
-    Each thread has a setting. The kernel sends the signal if one thread asks for it.
+    Each thread has its own setting: the kernel sends the signal if any thread has asked for it.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
@@ -52,8 +52,8 @@ def memory_room_bytes(root: Path = Path("/")) -> int:
 def memory_kills(root: Path = Path("/")) -> int:
     """Return the number of processes that the kernel has killed for lack of memory in this job.
 
-    This is the count of the innermost control group that counts kills: a kill counts there also if
-    an outer group's limit was reached. If no group counts kills, return the count of the host.
+    This number is from the innermost control group with such a count, which includes kills because
+    of an outer group's limit. If no group has a count, return the number of the whole host.
     """
     for version, groups in _memory_groups(root):
         name = "memory.events" if version == 2 else "memory.oom_control"
@@ -63,7 +63,7 @@ def memory_kills(root: Path = Path("/")) -> int:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[int, list[Path]]]:
-    """Yield (cgroup version, folders of this process's memory group and its parents)."""
+    """Yield (cgroup version, [folder of this process's memory group, its parent, ...])."""
     known = root / "proc/self/cgroup"
     for line in known.read_text(encoding="utf-8").splitlines() if known.is_file() else ():
         _, controllers, path = line.split(":", 2)
@@ -83,7 +83,7 @@ def _room(group: Path, limit: str, usage: str, droppable: str) -> float:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Read a kernel file with a name and a number on each line; {} if the file is missing."""
+    """Return {name: number} of a kernel file with one pair per line; {} if the file is missing."""
     if not path.is_file():
         return {}
     lines = path.read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""Seconds that a process spent in each phase of a run (the words of callbacks.progress.Phase)."""
+"""Seconds that a process spent in each phase of a run (phases: see callbacks.progress.Phase)."""
 
 import time
 from typing import Any
@@ -8,11 +8,11 @@ LONGEST_S = 1e10  # a longer time in a file is damage
 
 
 class PhaseTimes:
-    """The seconds of each phase; another thread may read them.
+    """The seconds that this process spent in each phase. Another thread may read them at any time.
 
-    now    the current phase, when it began (time.monotonic), and the seconds of all phases before;
-           always replaced as a whole
-    saved  the seconds of all phases when the last save ended
+    now    the current phase, when it began (time.monotonic), and the seconds of each phase until
+           then; always replaced as one tuple
+    saved  the seconds of each phase when the last save ended
     """
 
     def __init__(self, phase: str):
@@ -20,14 +20,14 @@ class PhaseTimes:
         self.saved: dict[str, float] = {}
 
     def begin(self, phase: str) -> None:
-        """Begin a phase, or the same phase again (the next step)."""
+        """Begin a phase. The current phase may begin again, as at each training step."""
         spent = self.seconds()
         if self.now[0] == SAVING != phase:
             self.saved = spent
         self.now = (phase, time.monotonic(), spent)
 
     def take_hang(self, silent_s: float) -> None:
-        """Count the last `silent_s` seconds as a hang, not as a part of the current phase."""
+        """Count the last `silent_s` seconds as the phase HUNG instead of the current phase."""
         phase, spent = self.now[0], self.seconds()
         silent_s = min(silent_s, spent[phase])
         spent |= {phase: spent[phase] - silent_s, HUNG: silent_s}
@@ -40,7 +40,7 @@ class PhaseTimes:
 
 
 def valid_numbers(given: Any) -> dict[str, float]:
-    """Return the entries of a JSON object in a file that can be times in seconds."""
+    """Return the items of a JSON object with plausible times in seconds, as floats."""
     items = given.items() if isinstance(given, dict) else ()
     return {
         key: float(value)

@@ -1,4 +1,4 @@
-"""Secrets: read from the environment or a private `.env` file, and masked in all output."""
+"""Secrets: tokens from the environment or a private `.env` file, masked in all output."""
 
 import contextlib
 import html
@@ -29,7 +29,7 @@ _SECRET_NAME = re.compile(
 )
 # Services issue longer secrets. Masking a word or number ("true", "2026") would damage every file.
 _SHORTEST_SECRET = 8
-# Tokens of the Hub and GitHub, also inside of a longer word; `user:password` in a URL.
+# Tokens of the Hub and GitHub, also inside a longer word; `user:password` in a URL.
 _FORMS = re.compile(
     r"hf_[A-Za-z0-9]{20,}|gh[opsu]_[A-Za-z0-9]{30,}|github_pat_\w{30,}"
     r"""|(?<=://)[^\s/@:'"\\,<>]*:[^\s/'"\\,<>]+(?=@)"""
@@ -37,7 +37,7 @@ _FORMS = re.compile(
 
 
 def load_env_file(path: str | os.PathLike[str] = ".env") -> list[str]:
-    """Set unset environment variables of TOKEN_NAMES from a `.env` file; return the names set.
+    """Set variables in TOKEN_NAMES from a `.env` file, unless already set; return the names set.
 
     The file may be missing. Other lines are ignored with a warning. Raises ConfigurationError for a
     file that other users can read or change. No message shows a value.
@@ -57,7 +57,7 @@ def load_env_file(path: str | os.PathLike[str] = ".env") -> list[str]:
 
 
 def _read_private(path: Path) -> str:
-    """Return the text of a file that only this user can read; "" if the file is missing."""
+    """Return the text of a file, "" if missing. Raises ConfigurationError if others can read it."""
     if path.is_dir():  # some users name their virtual environment .env
         return ""
     try:
@@ -81,12 +81,12 @@ def _read_private(path: Path) -> str:
 
 
 def redact(text: str) -> str:
-    """Mask the values of secret environment variables, and texts that look like a token."""
+    """Return a text with secret variables' values and texts that look like tokens masked."""
     return _masked(text, _secret_forms(_secrets()))
 
 
 def redacted(value: Any) -> Any:
-    """Mask secrets in all strings of plain data, before YAML or JSON changes the strings."""
+    """Return dicts, lists and texts with secrets masked, before JSON or YAML escapes the texts."""
     forms = _secret_forms(_secrets())
 
     def mask(part: Any) -> Any:
@@ -100,7 +100,7 @@ def redacted(value: Any) -> Any:
 
 
 def without_exported(command: str) -> str:
-    """Mask the values of secret variables in the words --export=NAME=VALUE of a command."""
+    """Return a command with the values of secret variables in --export=NAME=VALUE masked."""
 
     def masked(pair: re.Match[str]) -> str:
         return f"{pair[1]}={MASK}" if _SECRET_NAME.search(pair[1]) else pair[0]
@@ -119,7 +119,7 @@ def _secrets() -> tuple[str, ...]:
 
 @cache
 def _secret_forms(secrets: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the forms of secrets in texts: unchanged, escaped once, escaped twice."""
+    """Return all texts to mask: each secret unchanged, escaped once and escaped twice."""
     forms = set(secrets)
     for _ in range(2):  # twice: JSON of a message that quotes JSON
         forms |= {escape(form) for form in forms for escape in _ESCAPES}
@@ -141,7 +141,7 @@ def _in_yaml(text: str) -> str:
     return yaml.dump(text, default_style='"', allow_unicode=True, width=10**6)[1:-2]
 
 
-# JSON, Python, YAML, HTML (of the standard library and of Jinja), and addresses.
+# The escapes of JSON, Python, YAML, HTML (standard library and Jinja), URLs and bash.
 _ESCAPES: tuple[Callable[[str], str], ...] = (
     lambda text: json.dumps(text)[1:-1],
     lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
@@ -163,8 +163,8 @@ _ESCAPES: tuple[Callable[[str], str], ...] = (
 def install_redaction() -> None:
     """Mask secrets in all log records and uncaught errors. A second call changes nothing.
 
-    The log record factory masks, because libraries such as transformers have handlers of their own,
-    which a filter on Stoker's handler would miss.
+    The log record factory masks, because a filter on Stoker's handler would miss the handlers of
+    libraries such as transformers.
     """
     make_record = logging.getLogRecordFactory()
     if getattr(make_record, "redacts", False):

@@ -1,10 +1,11 @@
 """The run lock: at most one job trains in a run directory.
 
-The folder .lock has a file owner-1, owner-2, ... for each process that ever held the lock; the
-highest number is the owner. The owner rewrites its file every few seconds (the heartbeat), and sets
-`left` in the file at its end. If the owner has ended, a new process creates the next file with
-O_EXCL. So only one process succeeds, also on NFS, where flock may not work. A new process waits for
-a change of the file, and compares no clocks.
+The folder .lock has a file owner-1, owner-2, ... for each process that ever held the lock. The
+process with the highest number is the owner. The owner rewrites its file every few seconds (the
+heartbeat), and sets `left` in the file at its end. If the owner has ended, a new process creates
+the next file with O_EXCL. So only one process succeeds, also on NFS, where flock may not work. To
+see whether the owner lives, a new process waits for a change of the owner's file. Clocks of hosts
+are not compared.
 """
 
 import atexit
@@ -37,28 +38,30 @@ LONGEST_ERROR = 250  # characters; JSON takes up to twelve bytes for one, and a 
 SIZE = 4096
 
 NAMELESS = "a process that left no name"
-RESTART_IN_JOB = "STOKER_RESTART_IN_JOB"  # number of restarts in this start of the job, from 0
+RESTART_IN_JOB = "STOKER_RESTART_IN_JOB"  # restarts since Slurm started the job
 BY_USER = "interrupted by the user (Ctrl-C)"  # the error of a process that Ctrl-C ended
 
 _held: dict[Path, "RunLock"] = {}
-_silent: list["RunOwner"] = []  # owners for whose heartbeat this process waited in vain
+_silent: list["RunOwner"] = []  # owners that gave no heartbeat while this process waited
 
 
 def take_run_lock(output_dir: Path) -> None:
-    """Take the run lock of a directory for this process; rank 0 alone calls it.
+    """Take the run lock of a directory for this process. Only rank 0 calls this function.
 
-    The lock is held until `leave_run_lock` or the end of the process. Waits up to WATCH_S to see if
-    the owner gives a heartbeat, and then raises ConfigurationError. Raises OSError.
+    The lock is held until `leave_run_lock` or the end of the process. If another process owns the
+    lock, wait up to WATCH_S seconds for that owner's heartbeat. Raises ConfigurationError if the
+    owner gives a heartbeat. Raises OSError.
     """
-    leave_run_lock(output_dir)  # an earlier run of this process may hold it
+    leave_run_lock(output_dir)  # this process may still hold the lock of an earlier run
     _held[output_dir.resolve()] = RunLock(output_dir)
     atexit.register(leave_run_lock, output_dir)
 
 
 def refuse_if_in_use(output_dir: Path) -> None:
-    """Raise ConfigurationError early if another process probably uses a directory.
+    """Raise ConfigurationError if another process probably uses a directory.
 
-    `take_run_lock` decides later. Wait for a heartbeat only if the last one came moments ago.
+    This is an early check; `take_run_lock` decides. Wait for the owner's heartbeat only if the last
+    heartbeat came less than WATCH_S / 2 seconds ago.
     """
     owner = next(run_owners(output_dir), None)
     if owner is None or output_dir.resolve() in _held:
@@ -78,7 +81,7 @@ def leave_run_lock(output_dir: Path) -> None:
 
 
 def note_error(error: str) -> None:
-    """Store the error that ends this process, secrets masked.
+    """Store the error that ends this process, with secrets masked.
 
     The next heartbeat, or the release of the lock, writes the error into the owner file.
     """
@@ -93,7 +96,7 @@ def note_phase(phase: str) -> None:
 
 
 def note_energy(kwh: float) -> None:
-    """Store the energy of all GPUs in this start. The next heartbeat writes it."""
+    """Store the energy of all GPUs in this process's training. The next heartbeat writes it."""
     for lock in _held.values():
         lock.kwh = kwh
 
@@ -107,12 +110,12 @@ def note_hang(silent_s: float) -> None:
 
 
 def held_runs() -> dict[Path, str]:
-    """Return the run directories that this process has locked, with `note_error`'s error or ""."""
+    """Return {run directory that this process has locked: error from `note_error`, or ""}."""
     return {path: lock.error or "" for path, lock in _held.items()}
 
 
 def taken_over(output_dir: Path) -> str | None:
-    """Return a sentence about the job that took the run lock from this process, if any.
+    """Return a sentence about the job that took the run lock from this process; None if none did.
 
     A process that was suspended for longer than WATCH_S may lose the lock. Call this before writing
     files that other jobs rely on. Raises OSError.
@@ -122,7 +125,7 @@ def taken_over(output_dir: Path) -> str | None:
 
 
 def known_loss(output_dir: Path) -> str | None:
-    """Return what `taken_over` returned at the last heartbeat, without reading a file."""
+    """Return the result of `taken_over` at the last heartbeat, without reading a file."""
     lock = _held.get(output_dir.resolve())
     return lock.lost if lock else None
 
@@ -139,13 +142,13 @@ class RunOwner:
     """A process that holds or held the run lock, from a file owner-NUMBER in .lock.
 
     left      the process released the lock
-    error     the error that ended the process
+    error     the error that ended the process, or None
     since     when the process took the lock, in unix seconds by the clock of its host
     beat      the last heartbeat, in unix seconds by the clock of the storage
     phase     what the process was doing at the last heartbeat
     replaced  a file with a higher number exists
     spent     seconds of each phase until the last heartbeat; empty with older versions of Stoker
-    saved     the same when the last save ended
+    saved     seconds of each phase when the last save ended
     kwh       energy that the GPUs used in training; None if unknown
     """
 
@@ -195,13 +198,13 @@ class RunOwner:
         return not self.left and not self.gone and self.age_s < 2 * WATCH_S
 
     def belongs_to(self, slurm: Mapping[str, Any]) -> bool:
-        """Return whether the process has the job id and restart counts in `slurm`."""
+        """Return whether job id and restart counts equal those in `slurm`, from provenance.json."""
         counts = (int(slurm.get(name) or 0) for name in ("restart_count", "restart_in_job"))
         return (self.job, *self.start_of_job) == (slurm.get("job_id"), *counts)
 
     @property
     def start_of_job(self) -> tuple[int, int]:
-        """The restarts of the job by Slurm, and since then inside the job."""
+        """The number of restarts by Slurm, and the number of restarts inside the job since then."""
         return self.restart_count, self.restart_in_job
 
     def __str__(self) -> str:
@@ -211,7 +214,7 @@ class RunOwner:
 
 
 def run_owners(output_dir: Path) -> Iterator[RunOwner]:
-    """Yield all processes that held the run lock, newest first, without damaged files."""
+    """Yield the processes that held the run lock, newest first. Damaged owner files are skipped."""
     replaced = False
     for number in sorted(_numbers(output_dir / FOLDER), reverse=True):
         with contextlib.suppress(OSError):
@@ -278,7 +281,10 @@ class RunLock:
                 warned = True
 
     def write(self, flags: int = 0, *, left: bool = False) -> None:
-        """Write this process's owner file in one call, so that no reader sees half a file."""
+        """Write this process's owner file in one call, so that no reader sees half a file.
+
+        flags: more flags for os.open. left: the process releases the lock.
+        """
         content = {"owner": self.owner, "beat": self.beats, "left": left, "error": self.error}
         content |= {"phase": self.phases.now[0], "kwh": self.kwh}
         content |= {"spent": self.phases.seconds(), "saved": self.phases.saved}
@@ -288,7 +294,7 @@ class RunLock:
 
 
 def _wait_for_the_last_owner(output_dir: Path) -> int:
-    """Wait until the last owner has ended, or gave no heartbeat for WATCH_S.
+    """Wait until the last owner has ended, or gave no heartbeat for WATCH_S seconds.
 
     Return the number of the owner's file, 0 if the directory had no owner. Raises
     ConfigurationError if the owner gives a heartbeat.
@@ -321,28 +327,28 @@ def _wait_for_the_last_owner(output_dir: Path) -> int:
 
 
 def _is_gone(last: RunOwner) -> bool:
-    # Slurm requeues a job only after all its processes have ended, as slurm/training_job.sh does.
+    # Slurm and slurm/training_job.sh restart ranks only after all old processes of the job ended.
     job = os.environ.get("SLURM_JOB_ID")
-    silent = last in _silent  # not if it has a heartbeat since: then it is another value
+    silent = last in _silent  # False after a new heartbeat, which changes the value
     earlier = job is not None and last.job == job and last.start_of_job < _start_of_job()
     return silent or last.gone or earlier
 
 
 def _start_of_job() -> tuple[int, int]:
-    """Return how often this job was restarted by Slurm, and since then inside the job."""
+    """Return the number of this job's restarts by Slurm, and inside the job since then."""
     names = "SLURM_RESTART_COUNT", RESTART_IN_JOB
     by_slurm, in_job = (int(os.environ.get(name) or 0) for name in names)
     return by_slurm, in_job
 
 
 def _machine() -> str:
-    """Return boot id and pid namespace; pids can be compared only if both are the same."""
+    """Return boot id and pid namespace as text. Pids are comparable only if this text is equal."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _changes(folder: Path) -> Iterator[tuple[int, RunOwner | None]]:
-    """Yield `_newest(folder)` now and after each change; end after WATCH_S without a change."""
+    """Yield `_newest(folder)` now and after each change; end after WATCH_S seconds of no change."""
     newest, until = None, math.inf
     while time.monotonic() < until:
         found = _newest(folder)

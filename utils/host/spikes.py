@@ -1,10 +1,10 @@
-"""The rule for loss spikes: of `on_spike: stop`, `status.py RUN --spikes` and the report.
+"""Loss spikes: the rule of `on_spike: stop`, `status.py RUN --spikes` and the report.
 
-A value is a spike if its logarithm is more than DEVIATIONS above that of the median of the WINDOW
-logged values before it, of which there must be SHORTEST, or if it is not finite. One deviation is
-1.4826 times the median distance of their logarithms from it (a standard deviation), and at least
-LEAST, about 1 %. Losses of small batches and gradient norms have a long tail, and their logarithms
-have none.
+A logged value is a spike if it is not finite, or more than DEVIATIONS deviations above the median
+of the previous WINDOW values. Until SHORTEST values are logged, no value is a spike. All values are
+compared by their logarithms, because losses of small batches and gradient norms have a long tail,
+and their logarithms have none. A deviation is 1.4826 times the median distance from the median (an
+estimate of the standard deviation), and at least LEAST, about 1 %.
 """
 
 import math
@@ -19,15 +19,16 @@ from typing import Any
 WINDOW, SHORTEST = 64, 16  # logged values
 DEVIATIONS, LEAST = 8.0, 0.01
 LONGEST = 20  # steps in a command that shows documents
-SMALLEST = 1e-9  # instead of 0, the loss of a step without loss tokens
+SMALLEST = 1e-9  # replaces 0, the loss of a step without loss tokens
 
 
 @dataclass(frozen=True)
 class Spike:
-    """Consecutive logs with a value far above earlier logs. `value`: the highest of these values.
+    """One or several consecutive log lines with a value far above the earlier values.
 
-    begin: the first step of which the first log is a mean. step, last_step: of the first and the
-    last log. before: the median of earlier values. score: deviations between `value` and `before`.
+    begin: the first step in the mean of the first line. step, last_step: steps of the first and the
+    last line. value: the highest value. before: the median of the earlier values. score: the number
+    of deviations between `before` and `value`.
     """
 
     name: str  # loss or grad_norm
@@ -41,12 +42,12 @@ class Spike:
 
     @property
     def steps(self) -> str:
-        """The steps of the first log as `status.py --step` takes them: 61, or 51-60."""
+        """The steps of the first log line, as `status.py --step` reads them: 61, or 51-60."""
         return str(self.step) if self.begin == self.step else f"{self.begin}-{self.step}"
 
     @property
     def all_steps(self) -> str:
-        """The steps of all its logs, at most LONGEST, as `status.py --step` takes them."""
+        """The steps of all log lines for `status.py --step`; of the first line if above LONGEST."""
         last = self.last_step if self.last_step < self.begin + LONGEST else self.step
         return str(last) if self.begin == last else f"{self.begin}-{last}"
 
@@ -59,10 +60,10 @@ class Spike:
 
 
 def spikes_in(lines: Iterable[Mapping[str, Any]], name: str = "loss") -> list[Spike]:
-    """Return the spikes of `name` in training logs; consecutive ones are one spike."""
+    """Return the spikes of the value `name` in training logs; consecutive lines are one spike."""
     found: list[Spike] = []
     window = deque[float](maxlen=WINDOW)
-    end, follows = 0, False  # the step of the log before, and whether it is a spike
+    end, follows = 0, False  # the previous log's step, and whether that log is a spike
     for line in lines:
         value, step, begin = line.get(name), line["step"], end + 1
         if not isinstance(value, int | float):
@@ -82,7 +83,7 @@ def spikes_in(lines: Iterable[Mapping[str, Any]], name: str = "loss") -> list[Sp
 
 
 def _judged(value: float, window: Collection[float]) -> tuple[float, float]:
-    """Return the median of the values before, and how many deviations `value` is above it."""
+    """Return (median of the earlier values in `window`, deviations of `value` above the median)."""
     if len(window) < SHORTEST:
         return math.nan, 0.0
     before = median(window)
@@ -96,7 +97,7 @@ def _judged(value: float, window: Collection[float]) -> tuple[float, float]:
 
 
 def next_commands(run: Path, spike: Spike, saved: Collection[int]) -> str:
-    """Return the commands that show a spike's documents and resume without some of them.
+    """Return a text: the commands that show a spike's documents and resume without some of them.
 
     saved: the steps of the run's checkpoints
     """
