@@ -1,4 +1,4 @@
-"""The start of a run's ranks from a Slurm job or a shell, checks of them, and why they ended.
+"""Launch of a run's ranks from a Slurm job or a shell, checks of the ranks, reasons of their end.
 
 node         the launcher of a node: choose the accelerate config, check, run `accelerate launch`
 slurm        Slurm's variables: nodes, processes, port, time limit
@@ -8,9 +8,9 @@ processes    second check: the ranks are connected and run the requested strateg
 signals      Slurm's signals and Ctrl-C as requests to stop
 entry        the first import of every script
 script       logging, environment variables and exit codes of a training script
-opening      what a script says before it imports torch: version, short help, first line
+opening      output of a script before it imports torch: package versions, first line
 restart      restarts of the ranks inside the job after a lost rank
 verdict      files with the reason and exit code of each rank and of the whole job
-ledger       faults of nodes, and which nodes a requeued job leaves out
+ledger       the file of faults of nodes, and the nodes that a requeued job leaves out
 notify       messages about the end of a job to a webhook or a command
 """

@@ -34,9 +34,9 @@ _LONGEST_TMPDIR = 75
 def enter_node_directory() -> Path:
     """Make this job's private directory on this node's disk, and put libraries' caches there.
 
-    The directory (mode 0700) is under SLURM_TMPDIR, TMPDIR or /tmp. Cache variables that
-    the user set do not change. Also remove the directories of killed launchers on this node. Raises
-    StorageError.
+    Return the directory's path. The directory (mode 0700) is under SLURM_TMPDIR, TMPDIR or /tmp.
+    Cache variables that the user set do not change. Also remove the directories of killed launchers
+    on this node. Raises StorageError.
     """
     base = os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108
     # On network storage a node sees only its own locks, so it must not remove other nodes' folders.
@@ -83,7 +83,8 @@ def unpack_compiled(folder: Path) -> int:
 def pack_compiled(folder: Path, known: int) -> None:
     """Replace the archive of compiled code by the files in `folder`.
 
-    Do nothing if `folder` still has `known` files, because no code was added.
+    known: the number of files after unpacking. If `folder` still has this number of files, no code
+    was added, and the archive stays.
     """
     if _count(folder) == known:
         return
@@ -103,10 +104,11 @@ def _count(folder: Path) -> int:
 
 
 def archive_path() -> Path:
-    """Return the path of this user's archive for this Python, torch and type of processor.
+    """Return the path of this user's archive of compiled code.
 
-    Compiled C++ code fits one type of processor. One archive serves all types of GPU, because the
-    key of each cached file has the type of GPU.
+    The name depends on Python, torch and the type of processor, because compiled C++ code fits one
+    type of processor. One archive serves all types of GPU, because the key of each cached file has
+    the type of GPU.
     """
     facts = [sys.version, metadata.version("torch"), cpu_fact("model name")]
     name = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()

@@ -1,11 +1,14 @@
-"""The first import of every script. It is small, because Ctrl-C may come while Python imports."""
+"""The first import of every script. Small, because Ctrl-C during imports prints a traceback."""
 
 import signal
 from collections.abc import Callable
 
 
 def start(main: Callable[[], int | None], usage: str | None = None, announced: bool = False) -> int:
-    """Call utils.launch.script.run_script; during its import Ctrl-C shows no traceback."""
+    """Run a script's `main` by utils.launch.script.run_script; return the exit code.
+
+    Ctrl-C shows no traceback, even while utils.launch.script is imported.
+    """
     end_silently()
     from utils.launch.script import run_script
 

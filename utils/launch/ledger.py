@@ -1,9 +1,9 @@
 """The ledger of bad nodes: a line of JSON for each fault of a node, appended by all jobs.
 
-The file is STOKER_LEDGER, which a group can share, or .stoker/nodes.jsonl in the repository. Only
-Slurm jobs write the latter. The job scripts run two commands:
+The file is STOKER_LEDGER, which a group can share, or .stoker/nodes.jsonl in the repository, which
+only Slurm jobs write. The job scripts run two commands:
 
-    python -m utils.launch.ledger note NOTES CODE DOWN VERDICT   after a failed step: `note_faults`
+    python -m utils.launch.ledger note NOTES CODE DOWN VERDICT   after a failed srun: `note_faults`
     python -m utils.launch.ledger leave-out ASKED NODES          at a requeue: `plan_to_leave_out`
 """
 
@@ -25,14 +25,14 @@ from utils.launch.verdict import CONSEQUENCE, GPUS, Note, likelihood, read_notes
 
 WEEK_S = 7 * 86400
 _ROOT = Path(__file__).parents[2]
-_UP = re.compile(r"(idle|mix|alloc|comp|plnd)[~#%@^+-]*")  # a final * means: does not answer
+_UP = re.compile(r"(idle|mix|alloc|comp|plnd)[~#%@^+-]*")  # a final * means: no answer
 _HARDWARE = re.compile(
     r"uncorrectable (ECC|NVLink)|GPU is lost|fallen off the bus|over nvlink or a hardware error",
     re.IGNORECASE,
 )
-# NCCL's errors of this node. Its "remote process exited" follows from another rank's end.
+# NCCL errors with a cause on this node. "remote process exited" follows from another rank's end.
 _LOCAL_NCCL = re.compile(r"NCCL error.*(unhandled (system|cuda) error|internal error)")
-# The ranks in a text of `hang_verdict`, and the nodes that failed a check.
+# Ranks that a text of `hang_verdict` blames; nodes that failed a check of the launcher.
 _HUNG = re.compile(r"(?m)^rank (\d+) on (\S+) (?:gave no sign of life|made no progress)")
 _REFUSED = re.compile(
     r"(?m)(?:^|\s)(\S+?):? (?:the job has \d+ GPUs on this node|there is no \S+ on PATH"
@@ -42,12 +42,12 @@ _REFUSED = re.compile(
 
 @dataclass(frozen=True)
 class Fault:
-    """A line of the ledger. `record` sets job and time."""
+    """A fault of a node: one line of the ledger. `record` sets `job` and `time`."""
 
     node: str
-    kind: str  # hang, hardware (ECC), nccl, slow, refused (a check), lost or mismatch
+    kind: str  # hang, hardware (ECC), nccl, slow, refused (failed check), lost or mismatch
     cause: str
-    gpu: str = ""  # its UUID, if it is known
+    gpu: str = ""  # the GPU's UUID, if known
     job: str = ""
     time: float = 0.0  # unix seconds
 
@@ -58,7 +58,7 @@ def ledger_path() -> Path:
 
 
 def record(faults: Iterable[Fault]) -> str:
-    """Append faults of this job to the ledger; return why that failed, or "". Raises nothing."""
+    """Append this job's faults to the ledger; return the error as text, or "". Raises nothing."""
     if not os.environ.keys() & {"SLURM_JOB_ID", "STOKER_LEDGER"}:
         return ""
     job = os.environ.get("SLURM_JOB_ID", "")
@@ -70,15 +70,15 @@ def record(faults: Iterable[Fault]) -> str:
         for fault in faults:
             cause = printable(" ".join(fault.cause.split()))[:300]
             line = json.dumps({**asdict(fault), **known, "cause": cause})
-            with ledger_path().open("ab", buffering=0) as file:  # one write
-                file.write(f"\n{line}\n".encode())  # apart from a line that was left unfinished
+            with ledger_path().open("ab", buffering=0) as file:  # one write: other jobs append too
+                file.write(f"\n{line}\n".encode())  # \n first: the last line may be unfinished
     except OSError as error:
         return f"the ledger of bad nodes cannot be written: {error}"
     return ""
 
 
 def read_ledger() -> tuple[list[Fault], int]:
-    """Return the faults, oldest first, and the number of damaged lines. Raises OSError."""
+    """Return (faults, oldest first; number of damaged lines). Raises OSError."""
     faults, damaged = [], 0
     lines = ledger_path().read_bytes().splitlines() if ledger_path().exists() else []
     for line in filter(bytes.strip, lines):
@@ -94,19 +94,20 @@ def read_ledger() -> tuple[list[Fault], int]:
 
 
 def number(name: str, default: float) -> float:
-    """Return the number in an environment variable, `default` if it is not set or no number."""
+    """Return the number in an environment variable; `default` if unset or not a number."""
     with suppress(KeyError, ValueError):
         return float(os.environ[name])
     return default
 
 
 def bad_nodes(faults: Iterable[Fault]) -> Counter[str]:
-    """Return the nodes to leave out at a requeue, with their faults within a week of now.
+    """Return the nodes to leave out at a requeue, with their numbers of faults in the last week.
 
-    A fault that a rank of a job has on several nodes is the job's, such as a deadlock in its code.
+    If the same rank of a job has the same kind of fault on several nodes, the job is the cause
+    (such as a deadlock in its code), and these faults do not count.
     """
     least, now = number("STOKER_LEAVE_OUT_AFTER", 2), time.time()
-    # A clock that jumped may have written times of the future. One node of a mismatch is healthy.
+    # A wrong clock may have written future times. One of the two nodes of a mismatch is healthy.
     recent = [one for one in faults if abs(now - one.time) <= WEEK_S and one.kind != "mismatch"]
     nodes = defaultdict[tuple[str, str, str], set[str]](set)
     for one in recent:
@@ -118,16 +119,17 @@ def bad_nodes(faults: Iterable[Fault]) -> Counter[str]:
 
 
 def _origin(fault: Fault) -> tuple[str, str, str]:
-    """Return job, kind and the first words of the cause, which are `rank 3` for a hang."""
+    """Return job, kind and the first two words of the cause, such as `rank 3` for a hang."""
     return fault.job, fault.kind, " ".join(fault.cause.split()[:2])
 
 
 def note_faults(
     hosts: Sequence[str], notes_dir: str, code: str, down: str, verdict: str
 ) -> list[str]:
-    """Record the faults that ended a step on `hosts`; return lines for the job's log.
+    """Record the faults that ended a Slurm step on `hosts`; return lines for the job's log.
 
-    notes_dir: has the notes of the ranks. down: the nodes that Slurm lost.
+    notes_dir: directory of the ranks' note files. code: exit code of the step. down: the nodes that
+    Slurm lost. verdict: why the step ended.
     """
     notes: list[Note] = []
     gpus: list[str] = []
@@ -145,20 +147,23 @@ def note_faults(
 def find_faults(
     verdict: str, notes: Sequence[Note], hosts: Sequence[str], gpus: Mapping[int, str]
 ) -> Iterator[Fault]:
-    """Yield the faults of nodes that ended a step. `gpus`: the UUID of a rank's GPU."""
+    """Yield the faults of nodes that ended a Slurm step on `hosts`.
+
+    verdict: why the step ended. notes: how each rank ended. gpus: the UUID of each rank's GPU.
+    """
     failed = [note for note in notes if note.kind == "failed"]
     for note in failed:
         if _HARDWARE.search(note.text):
             yield Fault(note.host, "hardware", note.text, gpus.get(note.rank, ""))
     local = {note.host: note for note in failed if _LOCAL_NCCL.search(note.text)}
-    # A node without notes, or a rank with another end, may be the cause of the errors of NCCL.
+    # A node without notes, or a rank that ended otherwise, may have caused the NCCL errors.
     alike = all(likelihood(note) == CONSEQUENCE for note in notes)
     if len(local) == 1 and alike and {note.host for note in notes} == {*hosts}:
         yield from (Fault(host, "nccl", note.text) for host, note in local.items())
     hung = {host: int(rank) for rank, host in _HUNG.findall(verdict)}
     if not verdict.startswith("All ") and (len(hosts) == 1 or hung.keys() < {*hosts}):
         yield from (Fault(host, "hang", verdict, gpus.get(rank, "")) for host, rank in hung.items())
-    # If all nodes fail a check, the user's environment may be the cause, as CUDA_VISIBLE_DEVICES=0.
+    # If all nodes fail a check, the cause may be the user's variables (CUDA_VISIBLE_DEVICES=0).
     refused = {host for host in _REFUSED.findall(verdict) if host in hosts}
     one_gone = re.search(r"has (4 GPUs .+ sees 3|8 GPUs .+ sees 7)\.", verdict)
     if refused < {*hosts} or (len(hosts) == 1 and one_gone):
@@ -166,12 +171,14 @@ def find_faults(
 
 
 def plan_to_leave_out(own: Sequence[str], asked: str, nodes: str) -> list[str]:
-    """Return the new ExcNodeList of a job ("": no change) and a text for its log, if any.
+    """Return [the job's new ExcNodeList, or "" if it does not change; a text for the job's log].
 
-    own: the nodes that it had. asked: the nodes that it excludes and requires, and its reservation
-    (squeue's %x|%n|%v). nodes: those of its partition (sinfo's %N|%t|%c|%m|%G|%f). The job has to
-    be able to start: as many nodes remain that are up and have the cores, memory, GPUs and features
-    of a node in `own`.
+    own    the nodes that the job had
+    asked  the nodes that the job excludes and requires, and its reservation (squeue's %x|%n|%v)
+    nodes  the nodes of the job's partition (sinfo's %N|%t|%c|%m|%G|%f)
+
+    The job must be able to start again. So at least as many nodes remain as the job had. These
+    nodes are up and have the cores, memory, GPUs and features of a node in `own`.
     """
     excluded, required, reservation = asked.replace("(null)", "").split("|")
     rows = {}
@@ -181,7 +188,7 @@ def plan_to_leave_out(own: Sequence[str], asked: str, nodes: str) -> list[str]:
     shapes = [rows[name][1] for name in own if name in rows]
     by_user = {*expand_hosts(excluded)}
     fits = {name for name, (up, shape) in rows.items() if up and shape in shapes} - by_user
-    spare = 0 if reservation else len(fits) - len(own)  # the nodes of a reservation are unknown
+    spare = 0 if reservation else len(fits) - len(own)  # a reservation's nodes are unknown
     chosen, words = "", []
     for name, count in bad_nodes(read_ledger()[0]).most_common():
         if name not in rows or name in by_user:
@@ -197,7 +204,7 @@ def plan_to_leave_out(own: Sequence[str], asked: str, nodes: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command of a job script and print its lines."""
+    """Run the command `note` or `leave-out` of a job script and print the resulting lines."""
     command, *words = sys.argv[1:] if argv is None else argv
     hosts = expand_hosts(os.environ.get("SLURM_JOB_NODELIST", ""))
     lines = note_faults(hosts, *words) if command == "note" else plan_to_leave_out(hosts, *words)

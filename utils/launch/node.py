@@ -1,6 +1,6 @@
 """The launcher of a node: runs a script's processes by `accelerate launch`, reports their end.
 
-slurm/launch_node.sh runs it, once per node: python -m utils.launch.node SCRIPT ARGUMENTS
+slurm/launch_node.sh runs this module once per node: python -m utils.launch.node SCRIPT ARGUMENTS
 """
 
 from utils.launch.entry import end_silently
@@ -65,7 +65,7 @@ logger = logging.getLogger("launch_node")
 
 ROOT = Path(__file__).resolve().parents[2]
 STOPPING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-ALONE = NOTES_DIR not in os.environ  # no job script reads the verdict files
+ALONE = NOTES_DIR not in os.environ  # True: no job script reads the verdict files
 # Keys of an accelerate config for TPUs, mpirun, fp8 and Megatron-LM, which Stoker does not use.
 OF_OTHERS = (
     *("downcast_bf16", "tpu_name", "tpu_env", "commands", "command_file", "mpirun_config"),
@@ -81,8 +81,9 @@ class StopSignals:
     """The handler of SIGUSR1, SIGTERM and Ctrl-C: writes a file STOP, which the workers watch.
 
     The file is in the node's directory. While the workers are not yet `started`, each signal ends
-    the launcher. SIGTERM also ends the launcher if there is a verdict: srun then ends all nodes.
-    Ctrl-C also ends the launcher before the first step, and when it is pressed again.
+    the launcher. SIGTERM also ends the launcher if a verdict (the reason of the job's end) is
+    written, because srun then ends all nodes. Ctrl-C also ends the launcher before the first
+    training step. A second Ctrl-C always ends the launcher.
     """
 
     def __init__(self) -> None:
@@ -119,11 +120,11 @@ class StopSignals:
 
     @property
     def stage(self) -> Stage:
-        """The part of the run that the workers have noted."""
+        """The stage of the run, as the workers wrote it into the node's directory."""
         return stage_of_node(self.directory) if self.directory else Stage.STARTING
 
     def _interrupt(self) -> NoReturn:
-        """Let the workers note that the user ended the run, and raise KeyboardInterrupt."""
+        """End the workers, which note that the user ended the run, and raise KeyboardInterrupt."""
         if self.directory is not None and self.started:
             (self.directory / INTERRUPTED).touch()
             kill_workers(wait_s=SHUTDOWN_TIMEOUT_S)
@@ -140,7 +141,7 @@ class StopSignals:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Launch the processes; return the exit code of the job, as far as this node knows."""
+    """Launch this node's processes; return the job's exit code, as far as this node knows it."""
     signals = StopSignals()
     try:
         verdict = leave_or_print(run(sys.argv[1:] if argv is None else argv, signals))
@@ -154,7 +155,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(directory: Path, verdict: Verdict) -> None:
-    """Write the report of a failed run and send its message. In a job, the job script does this."""
+    """Write report.html of a failed run, and send the message about the run's end.
+
+    In a job, the job script does this.
+    """
     for note in directory.rglob(RUN_STARTED):  # only rank 0 writes this file
         output_dir = Path(note.read_text(encoding="utf-8").strip())
         if verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED, EXIT_CODE):
@@ -163,7 +167,7 @@ def report(directory: Path, verdict: Verdict) -> None:
 
 
 def run(command: list[str], signals: StopSignals) -> Verdict:
-    """Launch the processes with a private directory; return why they ended or did not start."""
+    """Run this node's processes in a private directory; return why they ended or did not start."""
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until clean_up knows the directory
         directory = signals.directory = enter_node_directory()
@@ -191,7 +195,7 @@ def run(command: list[str], signals: StopSignals) -> Verdict:
 def leave_or_print(verdict: Verdict) -> Verdict:
     """Write the verdict for the job script; print the verdict if no job script reads it.
 
-    Return the first verdict of the job, which may be the verdict of another node.
+    Return the job's first verdict, which another node may have written.
     """
     if verdict.exit_code == ExitCode.DONE:
         return read_verdict() or verdict  # of a stop at max_gpu_hours
@@ -203,9 +207,10 @@ def leave_or_print(verdict: Verdict) -> Verdict:
 
 
 def prepare(command: list[str]) -> argparse.Namespace:
-    """Choose the accelerate config and compare all nodes; return `accelerate launch`'s arguments.
+    """Choose the accelerate config and check all nodes; return `accelerate launch`'s arguments.
 
-    Set environment variables for the workers. Raises ConfigurationError.
+    command: the script and its arguments. Set environment variables for the workers. Raises
+    ConfigurationError.
     """
     if not command or not Path(command[0]).is_file():
         raise ConfigurationError(
@@ -241,7 +246,7 @@ def prepare(command: list[str]) -> argparse.Namespace:
 def plan_launch(
     arguments: Sequence[str], environment: Mapping[str, str], devices: int
 ) -> tuple[Allocation, StrategyConfig]:
-    """Return nodes, processes and accelerate config for the `arguments` of a script.
+    """Return (nodes and processes of the job, accelerate config) for a script's `arguments`.
 
     `devices` is the number of GPUs that torch sees. Raises ConfigurationError.
     """
@@ -269,7 +274,7 @@ def check_config(config: StrategyConfig, allocation: Allocation) -> None:
 
 
 def given_strategy(arguments: Sequence[str]) -> Given:
-    """Return the strategy that a script's arguments set by --strategy or in a recipe.
+    """Return the strategy in a script's arguments (--strategy, or a recipe); AUTO if none is set.
 
     Wrong arguments are ignored, because the script reports them.
     """
@@ -280,7 +285,11 @@ def given_strategy(arguments: Sequence[str]) -> Given:
 
 
 def process_environment(allocation: Allocation) -> dict[str, str]:
-    """Return the environment of this node's processes: OMP threads, and CPU mode without GPUs."""
+    """Return variables to set for this node's processes.
+
+    The variables are the launcher's process id, the number of OMP threads, and CPU mode if the job
+    has no GPUs.
+    """
     added = {LAUNCHER: str(os.getpid())}
     if not os.environ.get("OMP_NUM_THREADS"):
         # Share the cores that Slurm gave, or all cores, equally.
@@ -354,7 +363,7 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
     kills = memory_kills()
     logging.disable(logging.ERROR)  # torchrun's own messages would hide the cause
     try:
-        launch_command(argparse.Namespace(**vars(arguments)))  # accelerate changes them
+        launch_command(argparse.Namespace(**vars(arguments)))  # accelerate changes this copy
     except ChildFailedError as error:
         exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
     except subprocess.CalledProcessError as error:
@@ -381,7 +390,10 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
 
 
 def kill_workers(*, wait_s: float = 0) -> None:
-    """Kill all child processes and their children. `wait_s`: first let the ranks end by SIGTERM."""
+    """Kill all child processes and their children.
+
+    wait_s: seconds that the ranks have to end after a SIGTERM; 0 kills them at once.
+    """
     with contextlib.suppress(ModuleNotFoundError):  # without psutil no process was started
         import psutil
 

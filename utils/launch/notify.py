@@ -25,7 +25,10 @@ TIMEOUT_S = 8.0  # the job script waits for 10
 
 
 def tell(run: Path, code: int, text: str) -> None:
-    """Send the end of a run with exit code `code` to STOKER_ON_EVENT, if set. Raises nothing."""
+    """Send a message about the end of a run to STOKER_ON_EVENT, if set. Raises nothing.
+
+    code: the exit code of the run. text: the reason of the end; only its first line is sent.
+    """
     target = os.environ.get("STOKER_ON_EVENT")
     if not target:
         return
@@ -48,7 +51,10 @@ def tell(run: Path, code: int, text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Send an event to the webhook; return 1, with a line on stderr, if sending fails."""
+    """Send [event, run, job, text] to the webhook; return 0.
+
+    If sending fails, write a line to stderr and return 1.
+    """
     event, run, job, text = map(redact, sys.argv[1:] if argv is None else argv)
     line = f"{run or 'job'} {event}{f' (job {job})' if job else ''}: {text}"
     content = {"event": event, "run": run, "job": job, "reason": text, "text": line}

@@ -1,4 +1,4 @@
-"""The first answers of a script, before it imports torch: version, short help, first line."""
+"""The output of a script before it imports torch: versions of the packages, and the first line."""
 
 import contextlib
 import importlib.metadata
@@ -16,13 +16,16 @@ PACKAGES = (
     "torch", "transformers", "trl", "accelerate", "datasets", "tokenizers", "peft", "deepspeed",
     "flash-attn",
 )  # fmt: skip
-# Settings that say what a script reads; the first one that is given is shown.
+# Settings that name the input of a script. The first line shows the first of these that is set.
 SOURCES = ("config", "model_name_or_path", "init_from", "model_config", "sources")
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def early_settings(words: Sequence[str]) -> dict[str, Given]:
-    """Return the settings in a command line and its recipes. The script reports wrong ones."""
+    """Return {name: setting} from a command line and its recipes.
+
+    Wrong settings are ignored here, because the script reports them later.
+    """
     # The launcher imports this module before it checks the packages.
     from utils.config.command_line import CONFIG_FLAG, read_flags
     from utils.config.recipes import read_recipes
@@ -35,7 +38,7 @@ def early_settings(words: Sequence[str]) -> dict[str, Given]:
 
 
 def first_line(script: str, words: Sequence[str]) -> str:
-    """Return a line with the script, its recipes or model, and its output directory."""
+    """Return a line with the time, the script, its recipes or model, and its output directory."""
     given = early_settings(words)
     named = [str(given[name].value) for name in SOURCES if name in given]
     line = f"{time.strftime('%H:%M:%S')}  {script}: {[*named, *words, 'no arguments'][0]}"
@@ -45,7 +48,7 @@ def first_line(script: str, words: Sequence[str]) -> str:
 
 
 def version_text() -> str:
-    """Return the versions of Stoker, of Python and of the packages, a line each."""
+    """Return the versions of Stoker, Python and the packages as a text with one line each."""
     project = (_REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     found = re.search(r'^version = "(.+)"', project, re.MULTILINE)
     state = git_state()
@@ -60,7 +63,7 @@ def version_text() -> str:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Return the versions of the packages that affect a run's numbers; None if not installed."""
+    """Return {package: version} of the packages that affect a run; None if not installed."""
     versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -69,7 +72,7 @@ def package_versions() -> dict[str, str | None]:
 
 
 def git_state(folder: Path = _REPOSITORY) -> dict[str, Any] | None:
-    """Return the git commit of `folder` and whether files differ from it; None if unknown."""
+    """Return {"commit": hash, "dirty": whether files differ from the commit}; None if unknown."""
     if not (folder / ".git").exists():
         return None
     # Without optional locks, git commands of other processes cannot fail because of this one.

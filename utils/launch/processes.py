@@ -39,7 +39,7 @@ class LaunchFacts:
 
     strategy  requested by `accelerate launch`: single, ddp, fsdp1, fsdp2, zero1, zero2, zero3, or
               zero_file for a DeepSpeed config file; it decides the files of a checkpoint
-    hosts     one host name per rank
+    hosts     the host name of each rank
     replicas  copies of the sharded states; above 1 only for HSDP, which is fsdp2 with copies
     gpus      the UUID of each rank's GPU, as nvidia-smi shows it; "" on a CPU
     """
@@ -54,12 +54,12 @@ class LaunchFacts:
 
     @property
     def shards(self) -> int:
-        """The number of ranks that share one copy of the states, if the strategy shards them."""
+        """The number of ranks that share one copy of the sharded states."""
         return self.world_size // self.replicas
 
     @property
     def name(self) -> str:
-        """The strategy for messages, where HSDP is not fsdp2."""
+        """The strategy as in messages: "hsdp" for fsdp2 with several copies of the states."""
         return "hsdp" if self.replicas > 1 else self.strategy
 
 
@@ -84,7 +84,7 @@ def check_launch() -> LaunchFacts:
 
 
 def check_connected(processes: int, visible_gpus: int) -> None:
-    """Raise ConfigurationError unless accelerate connected all started processes."""
+    """Raise ConfigurationError unless accelerate connected all processes of the launcher."""
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if asked != processes:
@@ -111,7 +111,7 @@ def check_connected(processes: int, visible_gpus: int) -> None:
 
 
 def all_hosts(rank: int, device: torch.device) -> tuple[str, ...]:
-    """Return the host of every rank. This is the first collective, and thereby tests the network.
+    """Return the host name of every rank. As the first collective, this also tests the network.
 
     Raises UnfitClusterError if the collective fails or takes too long, and torch's error if another
     rank ended meanwhile. A blocked collective stays in a daemon thread, so the process must end by
@@ -144,7 +144,10 @@ def all_hosts(rank: int, device: torch.device) -> tuple[str, ...]:
 
 
 def requested_strategy(environment: Mapping[str, str], processes: int) -> str:
-    """Return the strategy in the environment that `accelerate launch` set (see LaunchFacts)."""
+    """Return the strategy (see LaunchFacts) that accelerate's environment variables select.
+
+    If these variables are not set, return ddp, or single for one process.
+    """
     if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
         if environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") != "none":
             return "zero_file"
@@ -167,12 +170,15 @@ def exchange_in_bf16(model: Any) -> None:
 
 
 def requested_replicas(environment: Mapping[str, str]) -> int:
-    """Return the copies of sharded states that the environment asks for: 1 without HSDP."""
+    """Return the number of copies of the sharded states in accelerate's variables (1: no HSDP)."""
     return int(group_sizes(environment).get(REPLICAS, "1"))
 
 
 def report_groups(launch: LaunchFacts, per_node: int) -> None:
-    """Log HSDP's copies and shards; warn if a copy needs the GPUs of several nodes."""
+    """Log HSDP's copies and shards; warn if one copy of the states needs the GPUs of several nodes.
+
+    per_node: the number of GPUs on a node
+    """
     copies, shards = launch.replicas, launch.shards
     also = ", as with fsdp2: there is one copy" if copies == 1 else ""
     logger.info("hsdp: %d x the states, each sharded over %d ranks%s", copies, shards, also)
@@ -191,7 +197,11 @@ def has_replicas(accelerator: Any) -> bool:
 
 
 def tune_strategy(accelerator: Any) -> None:
-    """Avoid gradient copies in DDP and bf16 sums in FSDP2; call before `accelerator.prepare`."""
+    """Configure accelerate for less memory and float32 sums. Call before `accelerator.prepare`.
+
+    DDP does not copy gradients. FSDP2 sums gradients over ranks in float32, after every
+    micro-batch.
+    """
     if accelerator.ddp_handler is not None:
         accelerator.ddp_handler.gradient_as_bucket_view = True  # saves two copies per step
     plugin = getattr(accelerator.state, "fsdp_plugin", None)

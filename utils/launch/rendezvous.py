@@ -26,7 +26,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen at a port of this host. Raises UsedPortError if the port is in use."""
+    """Return a socket that listens at a port of this host. Raises UsedPortError if it is in use."""
     try:
         return socket.create_server(("", port))
     except OSError as error:
@@ -54,13 +54,16 @@ def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> d
         "host": allocation.host,
         "gpus": allocation.gpus,
         "devices": devices,
-        "clock_ahead_s": 0.0,  # of the first node's clock, which sets this value
+        "clock_ahead_s": 0.0,  # relative to the first node, which sets this value
         "same": same | {"processes": allocation.processes},
     }
 
 
 def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> None:
-    """Compare the facts of all nodes; every node raises the same UnfitClusterError on problems."""
+    """Compare the `node_facts` of all nodes. Raises UnfitClusterError on every node for a problem.
+
+    Raises ConfigurationError for a wrong STOKER_MEET_TIMEOUT_S.
+    """
     if len(allocation.hosts) == 1:
         problems = node_problems([facts])
     else:
@@ -76,7 +79,7 @@ def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> None:
 
 
 def node_problems(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the reasons why nodes with these `node_facts` cannot run one job."""
+    """Return messages on why nodes with these `node_facts` cannot run one job; [] if they can."""
     problems = []
     first = everyone[0]
     for node in everyone:
@@ -107,7 +110,7 @@ def _collect(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float)
     """Receive the facts of all nodes on the first node; send the problems back and return them."""
     hosts, nodes = allocation.hosts, {0: dict(facts)}
     deadline = time.monotonic() + timeout_s
-    listen(allocation.host, allocation.port).close()  # rank 0's port has to be free
+    listen(allocation.host, allocation.port).close()  # test that rank 0's port is free
     with contextlib.ExitStack() as connections:
         listener = connections.enter_context(listen(allocation.host, allocation.port + 1))
         streams = []

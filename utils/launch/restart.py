@@ -1,9 +1,10 @@
 """Restarts of the ranks inside the job after a lost rank, from the newest checkpoint.
 
-In a Slurm job slurm/training_job.sh starts a new step. Before, Slurm has ended all processes of the
-old step on all nodes, and the new ranks meet at another port. On a machine without a job script the
-launcher starts its ranks again. Both read the note of `note_restarts`. Both give up if two starts
-in a row began at the same checkpoint: then the job is requeued, or the launcher ends.
+In a Slurm job, slurm/training_job.sh starts a new Slurm step. Slurm has then ended all processes of
+the old step on all nodes, and the new ranks meet at another port. Without a job script, the
+launcher starts its ranks again. The job script and the launcher both read the file of
+`note_restarts`. They give up if the ranks twice in a row began at the same checkpoint. Then the job
+is requeued, or the launcher ends.
 """
 
 import logging
@@ -20,19 +21,23 @@ from utils.launch.verdict import NOTES_DIR, Verdict, leave_file, read_notes
 
 logger = logging.getLogger(__name__)
 
-LOST_AT = "STOKER_LOST_AT"  # unix seconds of the first report of a lost rank before this restart
+LOST_AT = "STOKER_LOST_AT"  # unix seconds: when a rank first reported the loss before this restart
 _NOTE = "restarts"
 
 
 def note_restarts(most: int, step: int) -> None:
-    """Leave the setting `restarts_in_job` and the step of the checkpoint for the launcher."""
+    """Write the file that lets the launcher restart the ranks after a lost rank.
+
+    most: the setting `restarts_in_job`. step: the step of the checkpoint from which the ranks
+    resumed.
+    """
     leave_file(_NOTE, f"{most} {step}\n")
 
 
 def recovery_s() -> float | None:
-    """Return the seconds since the crash before this restart; None without one, or if called again.
+    """Return the seconds from the crash until now if the ranks were restarted, else None.
 
-    Call this after the first step of a start.
+    Call this after the first training step. A second call returns None.
     """
     lost_at = os.environ.pop(LOST_AT, None)
     return None if lost_at is None else time.time() - float(lost_at)
@@ -42,10 +47,10 @@ def recovery_s() -> float | None:
 class Restarts:
     """The restarts of this machine's ranks by its launcher.
 
-    directory    the node's private directory, with the notes of the ranks
-    by_launcher  whether the launcher restarts: all ranks are here, and there is no job script
+    directory    the node's private directory, with the note files of the ranks
+    by_launcher  True if the launcher restarts ranks: all ranks are here, and there is no job script
     number       restarts so far
-    began_at     the step of the checkpoint from which the ranks before the last restart began
+    began_at     the checkpoint step at which the ranks before the last restart began
     """
 
     directory: Path
@@ -54,14 +59,17 @@ class Restarts:
     began_at: int | None = None
 
     def run(self, run_ranks: Callable[[], Verdict], is_stopping: Callable[[], bool]) -> Verdict:
-        """Run the ranks, and run them again after a lost rank; return why the last ones ended."""
+        """Run the ranks, and run them again after a lost rank; return why the last ranks ended."""
         verdict = run_ranks()
         while not is_stopping() and self._prepare(verdict):
             verdict = run_ranks()
         return verdict
 
     def _prepare(self, verdict: Verdict) -> bool:
-        """Return whether the ranks start again; then remove their notes and set variables."""
+        """Return whether to start the ranks again after `verdict`.
+
+        If so, also remove the note files of the old ranks and set variables for the new ranks.
+        """
         notes = Path(os.environ[NOTES_DIR])
         lost = verdict.exit_code == ExitCode.LOST_RANK and (notes / _NOTE).exists()
         if not (self.by_launcher and lost):

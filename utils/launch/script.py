@@ -1,4 +1,4 @@
-"""First and last steps of every script: logging, environment variables, errors, exit code."""
+"""The first and last steps of every script: logging, environment variables, errors, exit code."""
 
 import atexit
 import contextlib
@@ -55,7 +55,7 @@ _NOISY = (
     "huggingface_hub",
 )
 
-# Lines of libraries about which a user can do nothing: logger, words of the message.
+# Log lines of libraries to hide, because a user can do nothing: logger, words of the message.
 _NEEDLESS = (
     # PEFT imports bitsandbytes, which then asks for a package that training never uses.
     ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit"),
@@ -65,7 +65,7 @@ _NEEDLESS = (
     ("DeepSpeed", "to CPU."),  # on every machine without a GPU
     ("py.warnings", "`is_gradient_checkpointing` is deprecated"),  # by PEFT at every start
     ("py.warnings", "torch.distributed is disabled, unavailable or unin"),  # EMA, one process
-    # At a resume. The comparison with the recorded run has these settings too.
+    # At a resume. Stoker's comparison with the recorded settings reports such changes.
     ("transformers.trainer_utils", "do not match the ones in the `trainer_state.json`"),
 )
 _SWITCHES = {
@@ -86,22 +86,23 @@ _SWITCHES = {
 
 
 class LineFormatter(logging.Formatter):
-    """Log lines `12:34:56  message`.
+    """Formatter of log lines: `12:34:56  message`.
 
-    Ranks other than 0 add host and rank. Lines of other levels than INFO have the level.
+    Lines of other ranks than 0 also have host and rank. Lines of other levels than INFO also have
+    the level.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the line of a record, without its traceback."""
+        """Return the log line of a record, without its traceback."""
         level = "" if record.levelno == logging.INFO else f"{record.levelname}  "
         return f"{self.formatTime(record, '%H:%M:%S')}  {_origin()}{level}{record.message}"
 
 
 def configure_logging(*, debug: bool = False) -> None:
-    """Send log lines to stdout with secrets masked: all of rank 0, only warnings of other ranks.
+    """Log to stdout with secrets masked: everything on rank 0, only warnings on other ranks.
 
     Libraries log warnings on rank 0, and only errors on other ranks, where warnings would repeat.
-    debug: also show Stoker's own lines of level DEBUG. Calling again has no effect.
+    debug: also show Stoker's own lines of level DEBUG. A second call adds no second handler.
     """
     rank = global_rank()
     install_redaction()
@@ -116,7 +117,7 @@ def configure_logging(*, debug: bool = False) -> None:
     library_level = logging.WARNING if rank == 0 else logging.ERROR
     for name in (*_NOISY, "py.warnings"):
         logging.getLogger(name).setLevel(library_level)
-    # transformers has its own handler, and reads this variable when it is first imported.
+    # transformers reads this variable at its import, and has its own handler.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if rank == 0 else "error")
     logging.captureWarnings(True)
     # Leave out the source line, so that a warning is one line.
@@ -156,7 +157,7 @@ def _lacks(words: str, record: logging.LogRecord) -> bool:
 
 
 def configure_hub() -> None:
-    """Set only the variables of the Hub's libraries. Scripts that download call this function.
+    """Set only the variables of the Hub's libraries, for scripts that download.
 
     Progress bars are shown only on a terminal. HTTP requests are not logged.
     """
@@ -181,21 +182,22 @@ def run_script(
     """Run a script's main and return the exit code of the process.
 
     Without arguments, write `usage` and return ExitCode.REFUSED. `--version` prints versions.
-    `announced`: rank 0 first writes what the script does, because imports take some seconds.
+    announced: rank 0 first writes a line on what the script does, because imports take some
+    seconds.
 
     A ConfigurationError, a full disk and a missing package are shown without traceback: all
     problems by rank 0, one line by the first rank of each other node. Any other exception is shown
     with traceback, host and rank, and gives exit code 1. For each of these errors, `leave_note`
-    writes a file for the launcher. Ctrl-C is shown in one line. SystemExit passes through, but
-    the text of Answer, the SystemExit of `--print_config`, is printed.
+    writes a file for the launcher. Ctrl-C is shown in one line. SystemExit passes through, except
+    Answer (the SystemExit of `--print_config`): its text is printed.
 
-    Under slurm/launch_node.sh, which reads these files, ExitCode.STOPPED (stopped with a
-    checkpoint) becomes 0, because torchrun would kill the other ranks at any other code.
+    Under slurm/launch_node.sh, which reads the files of `leave_note`, ExitCode.STOPPED (stopped
+    with a checkpoint) becomes 0, because torchrun would kill the other ranks at any other code.
     """
     end_with_launcher()
     raise_at_ctrl_c()
     ending: int | None = None  # None while main runs, and after errors that pass through
-    last: list[Callable[[], None]] = []  # write reports, send messages; only without a launcher
+    last: list[Callable[[], None]] = []  # reports and messages; only without a launcher
 
     def leave_at_once() -> None:
         """Write reports and messages; with several ranks, skip the interpreter's teardown.
@@ -302,7 +304,7 @@ def _interrupted(why: str = "") -> int:
 
 
 def missing_package(error: BaseException) -> UnfitClusterError | None:
-    """Return an UnfitClusterError with advice if a missing or broken package caused `error`."""
+    """Return an UnfitClusterError if a missing or broken package caused `error`, else None."""
     name = error.name if isinstance(error, ImportError) else None
     package = (name or "utils").partition(".")[0]
     missing = isinstance(error, ModuleNotFoundError) and importlib.util.find_spec(package) is None
@@ -332,9 +334,10 @@ def _fail(error: Exception) -> int:
 
 
 def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
-    """Show an error without traceback, write a note and return the exit code.
+    """Show an error without traceback, write a note for the launcher, return the exit code.
 
-    Without `of_this_rank` all ranks raised the error, so not every rank shows it.
+    of_this_rank: only this rank raised the error, so this rank shows it. Otherwise all ranks raised
+    the error, and not every rank shows it.
     """
     for level, text in error.report:
         logger.log(level, "%s", text)
@@ -359,11 +362,11 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
 
 
 def _show(lines: list[str], again: list[str]) -> None:
-    """Write lines to stderr, and let `again` be printed below the traceback of the launcher.
+    """Write `lines` to stderr, and let `again` be printed below the traceback of the launcher.
 
     Under torchrun, write `again` to TORCHELASTIC_ERROR_FILE, which torchrun prints last. After
-    Ctrl-C torchrun does not print this file, and `accelerate launch` of one process never does:
-    start a shell that waits for the launcher's end, at most 5 s, and then prints `again`.
+    Ctrl-C torchrun does not print this file, and `accelerate launch` of one process never does.
+    In these cases start a shell that waits for the launcher's end, at most 5 s, and prints `again`.
     """
     write_error("".join(f"{line}\n" for line in lines))
     if NODE_DIR in os.environ:  # slurm/launch_node.sh prints the cause last

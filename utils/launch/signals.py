@@ -1,12 +1,13 @@
 """Signals as requests to stop: the training loop then saves a checkpoint and ends.
 
-SIGTERM, SIGUSR1 and the first Ctrl-C (SIGINT) are such requests. Ctrl-C ends the process at once
-if a stop would save nothing (see Stage), and the second Ctrl-C always does.
+SIGTERM, SIGUSR1 and the first Ctrl-C (SIGINT) are such requests. If a stop would save nothing (see
+Stage), the first Ctrl-C ends the process at once. A second Ctrl-C always ends the process at once.
 
-slurm/launch_node.sh gives a node a private directory (STOKER_NODE_DIR). Its launcher answers the
-signals: it writes the file STOP there, and every process continues until its checkpoint is written.
-For the second Ctrl-C the launcher writes the file INTERRUPTED and sends SIGTERM. A SIGTERM without
-these files comes from torchrun, because another process failed, and the process ends at once.
+slurm/launch_node.sh gives a node a private directory (STOKER_NODE_DIR). The node's launcher answers
+the signals: it writes the file STOP there, and every process continues until its checkpoint is
+written. For the second Ctrl-C the launcher writes the file INTERRUPTED and sends SIGTERM. A SIGTERM
+without these files comes from torchrun, because another process failed, and ends the process at
+once.
 """
 
 import contextlib
@@ -42,7 +43,10 @@ KILLED_BY_SIGTERM = 128 + signal.SIGTERM
 
 
 class Stage(Enum):
-    """The part of a run. The value says what an interruption at once means for the user."""
+    """The stage of a run: before, in or after training.
+
+    The value is a text for the user: when an interruption at once came, and what it means.
+    """
 
     STARTING = "before the first step of this start; earlier checkpoints stay as they are"
     TRAINING = "without a save; the same command resumes from the newest checkpoint"
@@ -51,11 +55,11 @@ class Stage(Enum):
 
 @dataclass
 class SignalState:
-    """The part of the run of this process, and its request to stop.
+    """The stage of this process's run, and the request to stop, if any.
 
     requested   the source of a request to stop, such as "SIGTERM"
     pressed_at  the time of the last SIGINT, by time.monotonic()
-    pipe        the reading and the writing end; Python writes the number of each signal
+    pipe        (reading end, writing end) of a pipe; Python writes the number of each signal
     """
 
     stage: Stage = Stage.STARTING
@@ -64,9 +68,9 @@ class SignalState:
     pipe: tuple[int, int] | None = None
 
     def is_new_press(self, now: float) -> bool:
-        """Return whether a SIGINT at time `now` is another press than the last one.
+        """Return whether a SIGINT at time `now` is a new press of Ctrl-C.
 
-        A terminal, a launcher and `timeout` may each pass on the same press.
+        A terminal, a launcher and the command `timeout` may each send a SIGINT for one press.
         """
         before, self.pressed_at = self.pressed_at, now
         return now - before > SAME_PRESS_S
@@ -116,13 +120,13 @@ def install_stop_signals() -> None:
         # Only signals with a handler are written to the pipe; an empty handler is enough.
         signal.signal(number, lambda *_: None)
         signal.siginterrupt(number, False)
-    if os.environ.get(NODE_DIR):  # the launcher's files carry these requests
+    if os.environ.get(NODE_DIR):  # the launcher writes these requests into files
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def enter_stage(stage: Stage) -> None:
-    """Note the part of the run, in this process and for the launcher of this node."""
+    """Store the stage of the run, in this process and in a file for the launcher of this node."""
     signal_state.stage = stage
     directory = os.environ.get(NODE_DIR)
     if directory and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -131,10 +135,10 @@ def enter_stage(stage: Stage) -> None:
 
 
 def stage_of_node(directory: Path) -> Stage:
-    """Return the part of the run that the ranks in a node's private directory have noted."""
+    """Return the stage of the run that ranks wrote into a node's private directory."""
     try:
         return Stage[(directory / STAGE).read_text(encoding="utf-8")]
-    except (OSError, KeyError):  # not written, or just being written
+    except (OSError, KeyError):  # the file is missing, or is just being written
         return Stage.STARTING
 
 
@@ -176,7 +180,7 @@ def _command_line(process: int) -> list[str]:
 
 
 def stop_request() -> str | None:
-    """Return the source of a request to stop, such as the signal; None if there is no request."""
+    """Return the source of a request to stop, such as SIGTERM; None if there is no request."""
     return signal_state.requested or _node_request()
 
 
@@ -203,7 +207,7 @@ def _answer_signals(pipe: int, ready: threading.Event) -> None:
 
 
 def _answer(numbers: Collection[int], now: float) -> None:
-    """Act on signals that came at time `now`, without slurm/launch_node.sh."""
+    """Act on the signal `numbers` that came at time `now`, if slurm/launch_node.sh is not used."""
     # At the second Ctrl-C torchrun sends SIGTERM.
     by_torchrun = signal_state.requested == CTRL_C and signal.SIGTERM in numbers
     if signal.SIGINT in numbers or by_torchrun:
@@ -218,7 +222,10 @@ def _answer(numbers: Collection[int], now: float) -> None:
 
 
 def _obey_the_launcher() -> None:
-    """Act on a SIGTERM under launch_node.sh: without one of its files, end the process."""
+    """Act on a SIGTERM under launch_node.sh.
+
+    If the launcher wrote the file STOP, continue. Otherwise end the process.
+    """
     interrupted = Path(os.environ[NODE_DIR]) / INTERRUPTED
     give_up_at = time.monotonic() + FILE_WITHIN_S
     while not interrupted.exists() and _node_request() is None:
@@ -231,7 +238,7 @@ def _obey_the_launcher() -> None:
 
 
 def _announce_the_save() -> None:
-    """Say on rank 0 what Ctrl-C does, and what the launcher does."""
+    """Write to stderr on rank 0 what Ctrl-C does, and how long the launcher waits for the save."""
     said = SAVING
     if "TORCHELASTIC_RUN_ID" in os.environ:
         said += " (torchrun waits 30 s for the save; slurm/launch_node.sh waits until it is done)"
@@ -244,7 +251,7 @@ def _announce_the_save() -> None:
 
 
 def _end_by_user() -> None:
-    """End this process at once, and note in its run locks that the user did it."""
+    """End this process at once, and note in its run locks that the user interrupted the run."""
     note_error(BY_USER)
     for run in held_runs():
         leave_run_lock(run)

@@ -59,11 +59,11 @@ class Allocation:
 def read_allocation(
     environment: Mapping[str, str], devices: int, strategy: str = AUTO
 ) -> Allocation:
-    """Return the nodes and processes of the Slurm job, or outside of Slurm those of this host.
+    """Return the nodes and processes of the Slurm job; outside of Slurm those of this host.
 
     `devices`, the number of GPUs that torch sees, is used only outside of Slurm. `strategy` is the
-    value of --strategy. Raises ConfigurationError for wrong settings, UnfitClusterError for
-    missing GPUs.
+    value of --strategy. Raises ConfigurationError for wrong settings, UnfitClusterError for missing
+    GPUs.
     """
     hosts, node = _nodes(environment)
     in_slurm, on_gpus = "SLURM_JOB_ID" in environment, not on_cpu(environment, strategy)
@@ -124,7 +124,10 @@ def on_cpu(environment: Mapping[str, str], strategy: str = AUTO) -> bool:
 
 
 def expand_hosts(node_list: str) -> tuple[str, ...]:
-    """Return the hosts in a list such as `n[01-03,7],x1`. A container may have no scontrol."""
+    """Return the hosts in a list such as `n[01-03,7],x1`.
+
+    Slurm's scontrol is not used, because a container may lack this command.
+    """
     hosts: list[str] = []
     for word in re.findall(r"(?:[^,\[\]]|\[[0-9,-]+\])+", node_list):
         before, _, rest = word.partition("[")
@@ -138,7 +141,7 @@ def expand_hosts(node_list: str) -> tuple[str, ...]:
 
 
 def time_limit_s(text: str) -> int | None:
-    """Parse squeue's DAYS-HOURS:MINUTES:SECONDS to seconds; None for UNLIMITED."""
+    """Return squeue's DAYS-HOURS:MINUTES:SECONDS as seconds; None for UNLIMITED."""
     match = _TIME.fullmatch(text)
     if match is None:
         return None
@@ -165,7 +168,7 @@ def job_end_time() -> float | None:
 
 
 def job_times() -> dict[str, float]:
-    """Return the `submit_time` and `start_time` of this job in unix seconds, as far as known."""
+    """Return this job's `submit_time` and `start_time` in unix seconds, without unknown times."""
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         times = _squeue_times(os.environ["SLURM_JOB_ID"], "%V %S")
         return dict(zip(("submit_time", "start_time"), times, strict=True))

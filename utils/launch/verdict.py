@@ -1,4 +1,4 @@
-"""Why a job ended: a note file per rank, and one verdict (reason and exit code) per job.
+"""The reason why a job ended: a note file per rank, and one verdict (text, exit code) per job.
 
 The files are in the directory STOKER_NOTES_DIR. slurm/training_job.sh makes one directory for all
 nodes of a job; otherwise slurm/launch_node.sh makes one per node. Without this variable no file is
@@ -35,8 +35,8 @@ _LOST_PEER = re.compile(
     r"|connection (was )?(refused|aborted)|socket (timeout|closed)",
     re.IGNORECASE,
 )
-# Signals that can be the first cause. Others follow from another rank's end: torch aborts a process
-# (SIGABRT) that lost its peers, and launchers end processes by SIGTERM.
+# Signals that can be the first cause. Other signals follow from another rank's end: torch aborts a
+# process (SIGABRT) that lost its peers, and launchers end processes by SIGTERM.
 _HARD = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 # The line of slurm/training_job.sh before it starts the ranks again in the same job.
 _RESTARTED = re.compile(r"(?m)  job \S+: (.*); restart \d+ of at most \d+ inside the job$")
@@ -67,9 +67,9 @@ class Note:
 
     kind     "stopped" (with a checkpoint), "refused" (text: the first problem), "failed" (text: the
              exception), "hung" (text: the place in the code) or "killed" (text: the signal)
-    time     unix seconds
-    beats    of a hung rank: the number of its Trainer events
-    waiting  of a hung rank: whether it waits for other ranks
+    time     when the note was written, in unix seconds
+    beats    for a hung rank: the number of its Trainer events
+    waiting  for a hung rank: whether it waits for other ranks
     """
 
     kind: str
@@ -99,9 +99,10 @@ def notes_directory() -> Path | None:
 def leave_note(
     kind: str, exit_code: int, text: str, rank: int | None = None, **details: Any
 ) -> Note:
-    """Write and return a note on `rank` (None: this rank); keep a note file that already exists.
+    """Write and return a note on the end of `rank` (None: this rank).
 
-    Raises nothing if the disk is full.
+    An existing note file of this rank is kept. details: fields of Note. Raises nothing if the disk
+    is full.
     """
     if rank is None:
         rank = global_rank()
@@ -119,14 +120,17 @@ def read_notes(directory: Path | None = None) -> list[Note]:
 
 
 def mark_run_started(output_dir: Path, gpus: Sequence[str] = ()) -> None:
-    """Tell slurm/training_job.sh that all checks passed. `gpus`: the UUID of each rank's GPU."""
+    """Tell slurm/training_job.sh by a file that all checks passed.
+
+    gpus: the UUID of each rank's GPU
+    """
     runs_begun.append(output_dir)
     leave_file(GPUS, json.dumps(gpus))
     leave_file(RUN_STARTED, f"{output_dir}\n")
 
 
 def leave_verdict(text: str, exit_code: int) -> bool:
-    """Write the job's reason and exit code; return False if they exist or writing fails."""
+    """Write the job's verdict (text: the reason); return False if one exists or writing fails."""
     first = leave_file(VERDICT, redact(text.rstrip()) + "\n")
     return first and leave_file(EXIT_CODE, f"{int(exit_code)}\n")
 
@@ -144,17 +148,20 @@ def read_verdict() -> Verdict | None:
 
 
 def name_of_job(slurm: Mapping[str, Any]) -> str:
-    """Return a job's id as in Slurm's commands; `slurm` is a field of a start (provenance.json)."""
+    """Return a job's id for Slurm's commands: 123, or 123_4 in an array.
+
+    slurm: the part of a start's record in provenance.json that describes the job
+    """
     if slurm.get("array_job_id"):
         return f"{slurm['array_job_id']}_{slurm['array_task_id']}"
     return str(slurm.get("job_id"))
 
 
 def verdict_of(slurm: Mapping[str, Any]) -> str | None:
-    """Return why a job ended, from .stoker/job-ID.RESTARTS/verdict.txt; None without a reason.
+    """Return why a job ended, from .stoker/job-ID.RESTARTS/verdict.txt; None if unknown.
 
-    `slurm` is a field of a start in provenance.json. After restarts inside the job, their number
-    follows RESTARTS in the folder's name.
+    slurm: as in `name_of_job`. After restarts inside the job, their number follows RESTARTS in the
+    folder's name.
     """
     again = int(slurm.get("restart_in_job") or 0)
     start = f"{slurm.get('restart_count') or 0}{f'.{again}' if again else ''}"
@@ -162,12 +169,15 @@ def verdict_of(slurm: Mapping[str, Any]) -> str | None:
 
 
 def causes_in_log(log: str, slurm: Mapping[str, Any]) -> tuple[str, str]:
-    """Return why a start of a job ended, by its script's and Slurm's words in the log, or ""."""
-    # The log counts starts from 1, and names the next one where it ends. Restart counts begin at 0.
+    """Return why one start of a job ended: the job script's and Slurm's reason in the log, or "".
+
+    The log has all starts of the job. `slurm` (as in `name_of_job`) selects the start.
+    """
+    # The log counts starts from 1. A start's last line names the next start. Restarts count from 0.
     name, number = name_of_job(slurm), int(slurm.get("restart_count") or 0) + 1
     ends = [at[2] for at in _REQUEUED.finditer(log) if (at[1], at[3]) == (name, str(number + 1))]
     own = log.partition(f"job {name}, start {number}: ")[2]
-    own = own.partition(f"start {number + 1}")[0]  # it begins, or this one requeues the job
+    own = own.partition(f"start {number + 1}")[0]  # the next start, or the requeue for it
     # The log before the first restart inside the job, the reason of that restart, and so on.
     rounds = _RESTARTED.split(own)[2 * int(slurm.get("restart_in_job") or 0) :]
     if len(rounds) > 1:
@@ -179,13 +189,13 @@ def causes_in_log(log: str, slurm: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def note_submitted(job: str, output_dir: Path, log: str) -> None:
-    """Write run directory and log of a submitted job to .stoker/submitted-JOB. Raises OSError."""
+    """Write a submitted job's run directory and log to .stoker/submitted-JOB. Raises OSError."""
     (_ROOT / ".stoker").mkdir(exist_ok=True)
     (_ROOT / ".stoker" / f"{SUBMITTED}{job}").write_text(f"{output_dir.resolve()}\n{log}\n")
 
 
 def submitted_runs() -> dict[str, tuple[str, str]]:
-    """Return (run directory, log file) of each job that `note_submitted` noted; log "": unknown."""
+    """Return {job id: (run directory, log file or "")} from the files of `note_submitted`."""
     found = {}
     for path in sorted((_ROOT / ".stoker").glob(f"{SUBMITTED}*")):
         run, log, *_ = [*(_note(path.name) or "").splitlines(), "", ""]
@@ -210,7 +220,7 @@ def leave_file(name: str, text: str) -> bool:
     try:
         draft.write_text(text, encoding="utf-8")
         try:
-            os.link(draft, directory / name)  # fails if the file exists: the first file counts
+            os.link(draft, directory / name)  # fails if the file exists, so the first file stays
         finally:
             draft.unlink()
     except FileExistsError:
@@ -226,9 +236,9 @@ def note_worker_ends(
 ) -> None:
     """Write a note for each rank that failed or stopped without a note; `exit_codes` by rank.
 
-    A negative exit code is a signal, as in subprocess. With `asked_to_stop`, a process that SIGTERM
-    or SIGUSR1 killed counts as stopped. `memory_ran_out` tells that the kernel killed a process of
-    this job for lack of memory.
+    A negative exit code is a signal, as in subprocess. asked_to_stop: a process that SIGTERM or
+    SIGUSR1 killed counts as stopped. memory_ran_out: the kernel killed a process of this job for
+    lack of memory.
     """
     names = {-one.value: one.name for one in signal.Signals}
     for rank, code in exit_codes.items():
@@ -262,7 +272,10 @@ def wait_for_verdict(several_nodes: bool, silent: str = SILENT) -> Verdict:
 
 
 def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
-    """Return the most likely cause of the job's end, the earliest of equally likely ones."""
+    """Return the verdict from the note with the likeliest cause, the earliest of equal notes.
+
+    silent: the reason if there are no notes
+    """
     ordered = sorted(notes, key=lambda note: (likelihood(note), note.time))
     if not ordered:
         return Verdict(silent, ExitCode.LOST_RANK)
@@ -276,7 +289,7 @@ def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
 
 
 def _how(note: Note) -> str:
-    """Return the words that join a note's host and text in a message, such as "was killed by"."""
+    """Return the words between host and text of a note in a message, such as "was killed by"."""
     return {"refused": "ended:", "killed": "was killed by"}.get(note.kind, f"{note.kind}:")
 
 
