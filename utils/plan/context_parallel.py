@@ -1,4 +1,4 @@
-"""The models and launches with which ranks can share sequences (`context_parallel`)."""
+"""Checks that ranks can share the sequences of a model (`context_parallel`)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,7 @@ from utils.model.loss_head import choose_loss_head
 from utils.model.probe import CPU, ProbeError, observe_attention, probe_config
 
 WITHOUT = "set context_parallel: 1"
-# Their frequencies depend on the longest position in a micro-batch, and a rank sees only its own.
+# Rope types that depend on the longest document of a micro-batch. A rank sees only its slice.
 BY_LENGTH = {"dynamic", "longrope"}
 KEY_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
 
@@ -28,7 +28,7 @@ def check_context_parallel(
 ) -> None:
     """Raise ConfigurationError if the ranks of a group cannot share this model's sequences.
 
-    `device` trains; None: this host lacks it. Adds a warning to `report` if a group spans nodes.
+    device: the one that trains, or None on a login node. Warns in `report` if a group spans nodes.
     """
     size, length = settings.run.context_parallel, settings.data.sequence_length
     if size == 1:
@@ -50,7 +50,7 @@ def check_context_parallel(
 def hindrances(
     config: PreTrainedConfig, attention: AttentionChoice, device: torch.device = CPU
 ) -> Iterator[str]:
-    """Yield why no number of ranks can share sequences of this model, and what to do."""
+    """Yield a line for each reason why ranks cannot share sequences of this model, with advice."""
     name = config.model_type
     if is_recurrent(config):
         yield (
@@ -79,7 +79,7 @@ def hindrances(
         needs = observe_attention(probe_config(config, device), device)
         plain = choose_loss_head("auto", config, device=device)
     except ProbeError:
-        return  # where the run trains, the attention's own check says so
+        return  # the check of the attention reports this where the run trains
     if not isinstance(needs, AttentionNeeds):
         yield f"{needs}, and ranks share sequences through {NAME} alone: {WITHOUT}"
     elif needs.dropout:
@@ -92,14 +92,14 @@ def hindrances(
 
 
 def head_faults(config: PreTrainedConfig, size: int) -> list[str]:
-    """Return a line for each kind of layer with heads that `size` ranks cannot divide."""
+    """Return a fault for each kind of layer with heads that do not divide over `size` ranks."""
     faults: dict[str, None] = {}
     for layer in config.get_text_config(decoder=True).per_layer_config:
         heads = getattr(layer, "num_attention_heads", 0)
         if not heads:  # a layer without attention
             continue
         keys = [getattr(layer, name, None) or heads for name in KEY_HEADS]
-        # Each rank gets whole heads with their own key heads, or a copy of one key head.
+        # Each rank gets query heads with their own key heads, or with a copy of one key head.
         fitting = [
             n
             for n in range(1, heads + 1)

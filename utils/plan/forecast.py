@@ -65,9 +65,9 @@ USUAL = assumed_gpus("1xH100-80GB")
 class Candidate:
     """Settings with their prediction: bytes per GPU, and tokens per second of all GPUs.
 
-    context_parallel: ranks that share each sequence. speeds: the lowest and the highest prediction.
-    counted: whether the bytes include activations,
-    which cannot be counted for some architectures.
+    recomputed: the activation checkpointing. speeds: the lowest and the highest prediction.
+    counted: whether the bytes include activations, which cannot be counted for some architectures.
+    context_parallel: ranks that share each sequence.
     """
 
     strategy: str
@@ -81,7 +81,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Planner:
-    """A predictor of memory and speed on `gpus`, with a run's own settings or changed ones.
+    """A predictor of memory and speed on `gpus`, with the run's settings or changed settings.
 
     document_tokens: the length of the document that contains a token, averaged over all tokens.
     products: numbers from which FLOPs per token follow. has_experts: whether the model has experts.
@@ -106,14 +106,14 @@ class Planner:
         return products.flops(self.document_tokens) - 12 * unseen + again
 
     def speeds(self, setup: Setup, recomputed: str) -> tuple[float, float]:
-        """Return the lowest and the highest predicted speed; for one GPU they are equal."""
+        """Return the lowest and the highest predicted tokens/s; for one GPU both are equal."""
         slow, fast = (self.tokens_per_s(setup, recomputed, part) for part in SEVERAL)
         return slow, fast
 
     def tokens_per_s(self, setup: Setup, recomputed: str, several: float = SEVERAL[1]) -> float:
         """Return tokens per second of all GPUs together, padding included.
 
-        several: the part of its share that a GPU among several reaches. GPUs of unknown speed
+        several: the speed of each of several GPUs relative to a single GPU. GPUs of unknown speed
         count as H100s. Raises ConfigurationError if the global batch does not divide into
         micro-batches.
         """
@@ -162,7 +162,10 @@ class Planner:
     def candidate(
         self, strategy: str, micro_batch: int, recomputed: str, size: int | None = None
     ) -> Candidate:
-        """Predict memory and speed. Raises ConfigurationError if the batch does not divide."""
+        """Predict memory and speed of these settings. size: context_parallel, None: the run's.
+
+        Raises ConfigurationError if the global batch does not divide into micro-batches.
+        """
         size = size or self.setup.settings.run.context_parallel
         changes: dict[str, Any] = {"strategy": strategy, ROWS: micro_batch, CONTEXT: size}
         if strategy == HSDP:
@@ -175,20 +178,20 @@ class Planner:
 
     @property
     def room(self) -> int:
-        """The bytes per GPU that a prediction may have, as for `activation_checkpointing: auto`."""
+        """The largest prediction in bytes that fits a GPU, as for activation_checkpointing auto."""
         return int(self.gpus.memory_gib * GIB * (1 - RESERVED["cuda"]) / MARGIN["cuda"])
 
     def candidates(self) -> list[Candidate]:
-        """Return settings that fit into `room`. Ranks share sequences only as far as needed."""
+        """Return settings that fit into `room`, with the smallest context_parallel that has any."""
         for size in (self.setup.settings.run.context_parallel, *context_sizes(self.setup)):
             if fitting := list(self._candidates(size)):
                 return fitting
         return []
 
     def _candidates(self, size: int) -> Iterator[Candidate]:
-        """Yield settings that fit into `room`; DeepSpeed's strategies if the run uses one.
+        """Yield settings that fit into `room`, with DeepSpeed's strategies if the run uses one.
 
-        `size` ranks share each sequence.
+        size: the number of ranks that share each sequence.
         """
         launch, batch = self.setup.launch, self.setup.settings.run.global_batch_size
         zero = ("zero1", "zero2", "zero3") if launch.strategy.startswith("zero") else ()
@@ -206,12 +209,12 @@ class Planner:
 
 
 def exchange_times(setup: Setup, gpus: AssumedGpus, link: float) -> tuple[float, float]:
-    """Return the seconds of exchange per micro-batch, and those at the end of each step.
+    """Return (seconds of exchange per micro-batch, seconds of exchange at the end of a step).
 
-    link: bytes/s between GPUs of a node. The exchange is a ring through all GPUs. Between nodes it
-    uses the network cards of all GPUs of a node. HSDP has a ring through the GPUs of each copy,
-    and at the end of a step a ring through the copies for each GPU's share of the gradients, in 4
-    bytes each.
+    link: bytes/s between GPUs of a node. The exchange is a ring through all GPUs. Between nodes the
+    ring uses the network cards of all GPUs of a node. HSDP has a ring through the GPUs of each copy
+    of the states. At the end of a step, another ring through the copies sums each GPU's share of
+    the gradients, with 4 bytes each.
     """
     replicas, shards = setup.launch.replicas, gpus.world_size // setup.launch.replicas
     network = link if gpus.nodes == 1 else min(link, gpus.per_node * NETWORK)
@@ -225,7 +228,7 @@ def exchange_times(setup: Setup, gpus: AssumedGpus, link: float) -> tuple[float,
 
 
 def exchanged_bytes(setup: Setup, ranks: int) -> tuple[float, float]:
-    """Return the bytes that each GPU sends per micro-batch, and those at the end of each step.
+    """Return the bytes that each GPU sends (per micro-batch, at the end of a step).
 
     Sharded weights are gathered for the forward and the backward pass, with 2 bytes each. Gradients
     are summed over the ranks with 4 bytes each (DeepSpeed, and DDP with ddp_comm_hook: 2).
@@ -246,7 +249,7 @@ def rounded(number: float) -> int:
 
 
 def best_of(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the fastest; of nearly equal ones the one with less sharding, then more sequences."""
+    """Return the fastest candidate. Near ties go to less sharding, then to larger micro-batches."""
     fastest = max(one.speeds[1] for one in candidates)
     near = [one for one in candidates if one.speeds[1] >= AS_FAST * fastest]
     # candidates() yields strategies with less sharding first.
@@ -255,7 +258,10 @@ def best_of(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def make_planner(setup: Setup, document_tokens: float) -> Planner:
-    """Return the planner of a dry run. Raises ConfigurationError if the GPUs are unknown."""
+    """Return the planner of a dry run. document_tokens: as in Planner.
+
+    Raises ConfigurationError if the GPUs are unknown or the model's FLOPs cannot be counted.
+    """
     config, assume = setup.config, setup.settings.run.assume
     _, size = planned_device(assume, os.environ)
     if size is None:
@@ -280,7 +286,7 @@ def make_planner(setup: Setup, document_tokens: float) -> Planner:
 
 
 def suggest(planner: Planner, report: Report) -> None:
-    """Report the lines of `--suggest`: the fastest settings that fit, or else changes that fit."""
+    """Add to `report` the fastest settings that fit; if none fit, changes that make the run fit."""
     setup, gpus = planner.setup, planner.gpus
     most = possible_checkpointing(setup)[-1]
     if not planner.candidate(setup.launch.strategy, 1, most).counted:
@@ -344,12 +350,12 @@ def forecast_line(
 
 
 def shown_speeds(speeds: tuple[float, float]) -> str:
-    """Return the lowest and the highest speed as text, or one number if they are equal."""
+    """Return two speeds as text, "90,000 to 120,000", or one number if they round to the same."""
     return " to ".join(dict.fromkeys(f"{rounded(speed):,}" for speed in speeds))
 
 
 def shown_durations(tokens: float, speeds: tuple[float, float]) -> str:
-    """Return how long `tokens` take, as text: 3.6 to 4.6 hours."""
+    """Return the time for `tokens` at two speeds (tokens/s) as text: 3.6 to 4.6 hours."""
     fast, slow = (rough_duration(tokens / speed) for speed in speeds[::-1])
     number, _, unit = fast.partition(" ")
     if fast == slow:

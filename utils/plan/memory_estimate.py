@@ -53,8 +53,9 @@ class MemoryEstimate:
 def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -> MemoryEstimate:
     """Estimate the memory of one training device with the activation checkpointing `choice`.
 
-    micro_batch: sequences per forward pass, if other than in the settings; accumulation follows
-    from the settings. If the architecture cannot run without data, activations are left out.
+    micro_batch: sequences per forward pass, by default as in the settings. Whether gradients
+    accumulate always follows from the settings. If the model cannot run on fake tensors,
+    activations are left out.
     """
     settings, launch, dtype = setup.settings, setup.launch, setup.dtype
     (parameters, trained), quantized = setup.parameters, setup.quantized
@@ -70,7 +71,7 @@ def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -
     gradients //= shards["gradients"]
     accumulates = settings.run.global_batch_size > setup.micro_batch * setup.data_ranks
     ddp = launch.strategy == "ddp"
-    # DDP's buckets hold gradients all the time, after the first step.
+    # After the first step, DDP's buckets hold gradients all the time.
     held = gradients if accumulates or ddp else 0
     most, made = gradients, gradients  # while the optimizer steps
     gathered_weights, counted, fault = 0, False, ""
@@ -109,10 +110,11 @@ def most_alive(
 ) -> tuple[int, int]:
     """Return (peak bytes without weights and optimizer states, bytes of gradients at this peak).
 
-    When a layer's backward pass ends, a rank keeps one of `shards` parts of the layer's gradients.
-    To be summed over ranks, gradients are copied into a buffer of `copied` times their bytes, which
-    lives until the next layer's buffer is made. The last buffer is for weights outside the layers.
-    `held`: bytes of gradients from earlier micro-batches, to which the new gradients are added.
+    stretches: the parts of a step. shards: number of ranks that share the gradients; when a layer's
+    backward pass ends, a rank keeps its share of the layer's gradients. copied: to sum gradients
+    over ranks, they are copied into a buffer of `copied` times their bytes, which lives until the
+    next layer's buffer is made. The last buffer is for weights outside the layers. held: bytes of
+    gradients from earlier micro-batches, to which the new gradients are added.
     """
     alive = most = made = of_most = held
     buffer = 0
@@ -129,12 +131,12 @@ def most_alive(
 
 
 def optimizer_bytes_per_parameter(optim_states: str | None, trained_size: float) -> float:
-    """Return the bytes of AdamW's states for each trained parameter of `trained_size` bytes."""
+    """Return the bytes of AdamW's two moments per trained parameter of `trained_size` bytes."""
     return 2 * (BYTES_A_STATE[optim_states] if optim_states else trained_size)
 
 
 def _optimizer_bytes(setup: Setup, own_bytes: int) -> int:
-    """Return the bytes of averaged weights (EMA) and of the optimizer's states.
+    """Return the bytes of optimizer states plus averaged weights (EMA), over all ranks.
 
     Unknown optimizers count as AdamW. own_bytes: bytes of the trained weights.
     """
@@ -174,7 +176,7 @@ def checkpoint_bytes(setup: Setup) -> int:
 
 
 def count_parameters(model: ModelArguments, config: PreTrainedConfig) -> tuple[int, int]:
-    """Return (all, trained) parameters, counted on the meta device."""
+    """Return the numbers of (all, trained) parameters; no memory is allocated for weights."""
     built = _on_meta(model, config)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in built.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)

@@ -49,11 +49,12 @@ QLORA = LORA | {"load_in_4bit": True, "use_bnb_nested_quant": True}
 class MemoryPlan:
     """The choice of activation checkpointing, as provenance.json records it.
 
-    requested: the word in the settings. predicted_bytes: total per device, by choice. room_bytes:
-    usable bytes of the device that has the fewest; None if unknown. sequence_bytes: memory of one
-    more sequence in a micro-batch (without a GPU, an upper bound). sharded_bytes: the total under
-    fsdp2 (without a GPU, under the run's strategy). context_bytes: on GPUs with one sequence at
-    once, the total if the smallest possible number of ranks shared it.
+    requested: the word in the settings. predicted_bytes: {choice: total per device}. room_bytes:
+    usable bytes of the device with the least memory; None if unknown. sequence_bytes: memory of one
+    more sequence in a micro-batch (without a GPU, an upper bound). sharded_bytes: total per device
+    under fsdp2 (without a GPU, under the run's strategy). context_bytes: {ranks: total per device}
+    if the smallest possible number of ranks shared each sequence; only for a micro-batch of one
+    sequence on GPUs, else {}.
     """
 
     choice: str
@@ -69,9 +70,10 @@ class MemoryPlan:
 def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
     """Predict a device's memory, choose the activation checkpointing, and add lines to `report`.
 
-    All ranks call this: the device with the least free memory decides for all. Elsewhere the device
-    is the GPU that --assume or slurm/cluster.env names. Raises ConfigurationError if the prediction
-    exceeds a GPU's memory by more than MARGIN, or if weights do not fit a CPU's memory.
+    Collective: the device with the least free memory decides for all ranks. In a dry run for other
+    GPUs, the device is the GPU that --assume or slurm/cluster.env names. Raises ConfigurationError
+    if the prediction exceeds a GPU's memory by more than MARGIN, or if weights do not fit a CPU's
+    memory.
     """
     settings, launch = setup.settings, setup.launch
     requested, possible = checkpointing_choices(setup)
@@ -121,9 +123,9 @@ def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
 
 
 def checkpointing_choices(setup: Setup) -> tuple[str, list[str]]:
-    """Return the requested word (none, selective, full, auto) and the possible choices.
+    """Return the requested activation checkpointing (or "auto"), and the list of possible ones.
 
-    Raises ConfigurationError if the word is not possible.
+    Raises ConfigurationError if the requested one is not possible.
     """
     value = setup.settings.training.activation_checkpointing
     word = value if isinstance(value, str) else "full" if value else "none"
@@ -139,7 +141,7 @@ def checkpointing_choices(setup: Setup) -> tuple[str, list[str]]:
 
 
 def possible_checkpointing(setup: Setup) -> list[str]:
-    """Return the possible checkpointing modes, least recomputation first."""
+    """Return the possible modes of activation checkpointing, least recomputation first."""
     if not causal_lm_class(setup.config).supports_gradient_checkpointing:
         return ["none"]
     strategy = setup.launch.strategy
@@ -149,10 +151,10 @@ def possible_checkpointing(setup: Setup) -> list[str]:
 def choose(
     requested: str, predicted: Mapping[str, MemoryEstimate], room: int | None, margin: float
 ) -> tuple[str, str]:
-    """Return the choice of activation checkpointing, and a line with the reason.
+    """Return the choice of activation checkpointing, and the reason as text.
 
-    "auto" means the first of `predicted` (least recomputation first) whose bytes times `margin` fit
-    into `room`. If none fits, or nothing could be counted, "auto" means the last.
+    predicted: by choice, least recomputation first. "auto" takes the first choice with a prediction
+    that, times `margin`, fits into `room` bytes. If no choice fits, "auto" takes the last one.
     """
     if requested != "auto":
         return requested, f"{requested}, as set"
@@ -185,7 +187,7 @@ def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
 def planned_device(
     assume: str | None, environment: Mapping[str, str]
 ) -> tuple[int | None, int | None]:
-    """Return (usable, all) bytes of the GPU of --assume or slurm/cluster.env; None if not given."""
+    """Return (usable, all) bytes of the GPU of --assume or slurm/cluster.env, or (None, None)."""
     given = environment.get(VARIABLE, "").strip()
     if assume:
         given = str(assumed_gpus(assume).memory_gib)
@@ -204,7 +206,7 @@ def planned_device(
 
 
 def remedies(setup: Setup, choice: str, room: int) -> str:
-    """Return a text with up to three changes, each of which makes the run fit into `room` bytes."""
+    """Return a text that names up to three changes; each makes the run fit into `room` bytes."""
     found: list[Mapping[str, Any]] = []
     for changes in _possible_changes(setup, choice):
         extends = any(one.keys() <= changes.keys() for one in found)
@@ -218,14 +220,14 @@ def remedies(setup: Setup, choice: str, room: int) -> str:
 
 
 def kept_batch(setup: Setup, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the global batch to give with `changes`, or {}: it is not given and would change."""
+    """Return {"global_batch_size": size} if `changes` would alter a derived batch size, else {}."""
     given = setup.settings.values.rank("global_batch_size") > 0
     changes_it = {ROWS, GPUS, CONTEXT} & changes.keys() and not given
     return {"global_batch_size": setup.settings.run.global_batch_size} if changes_it else {}
 
 
 def _possible_changes(setup: Setup, choice: str) -> Iterator[dict[str, Any]]:
-    """Yield sets of changes that save memory, least intrusive first."""
+    """Yield changes {setting: value} that save memory, least intrusive first."""
     settings, rows = setup.settings, setup.micro_batch
     possible = possible_checkpointing(setup)
     more = possible[possible.index(choice) + 1 :]
@@ -255,7 +257,7 @@ def _possible_changes(setup: Setup, choice: str) -> Iterator[dict[str, Any]]:
 
 
 def context_sizes(setup: Setup) -> list[int]:
-    """Return the numbers of ranks that could share sequences, above that of the settings."""
+    """Return the possible values of context_parallel above the value in the settings."""
     run, ranks = setup.settings.run, setup.launch.world_size
     if setup.launch.strategy not in ("ddp", "fsdp2") or any(
         hindrances(setup.config, setup.attention)
@@ -277,7 +279,7 @@ def _fits(setup: Setup, changes: Mapping[str, Any], choice: str, room: int) -> b
     except ConfigurationError:  # PEFT does not adapt every model
         return False
     if other.launch.strategy == "fsdp2" and other.launch.device == "cpu" and not other.elsewhere:
-        return False  # it needs GPUs
+        return False  # fsdp2 needs GPUs
     return estimate_memory(other, changes.get(RECOMPUTED, choice)).total <= room
 
 

@@ -1,8 +1,8 @@
-"""The memory of a training step, counted on the user's own model without data.
+"""The memory of a training step, counted by running the user's model on fake tensors.
 
-The model runs forward and backward on fake tensors, which have no data. A tensor's bytes count from
-the operator that makes it until nothing refers to it. If several layers are equal, only the first
-one runs, and its bytes count for each of them. Begin to read with `trace`.
+Fake tensors have shapes and types, but no values. A tensor's bytes count from the operator that
+makes the tensor until nothing refers to the tensor. If several layers are equal, only the first one
+runs, and its bytes count for each of them. Begin to read with `trace`.
 """
 
 import copy
@@ -62,12 +62,12 @@ class Setup:
 
     @property
     def micro_batch(self) -> int:
-        """The sequences per rank and forward pass."""
+        """The number of sequences per rank and forward pass."""
         return self.settings.training.per_device_train_batch_size
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks, or of groups that share sequences, that read different data."""
+        """The number of ranks that read different data. Ranks that share sequences count as one."""
         return self.launch.world_size // self.settings.run.context_parallel
 
     @property
@@ -96,7 +96,7 @@ class Setup:
 
     @property
     def quantized(self) -> Quantized | None:
-        """The layers in 4 bits, or None."""
+        """The layers that keep weights in 4 bits, or None."""
         return quantized_layers(self.settings.model, self.config)
 
 
@@ -121,11 +121,11 @@ class Stretch:
 
 
 def trace(setup: Setup, choice: str, micro_batch: int) -> tuple[list[Stretch], int, str]:
-    """Count a step's memory with the activation checkpointing `choice`; compute nothing.
+    """Count the memory of a step with the activation checkpointing `choice`, on fake tensors.
 
     Returns the parts of the step in order; the bytes of sharded weights that a rank gathers at a
     time (two layers, and everything outside the layers); a warning if compiled layers are counted
-    as not compiled, else "". Raises one of MISFITS if the model cannot run without data.
+    as not compiled, else "". Raises one of MISFITS if the model cannot run on fake tensors.
     """
     fault = ""
     # With recomputation, torch.utils.checkpoint decides which tensors are kept, not the compiler.
@@ -215,9 +215,9 @@ def cut_as_compiled(layer: nn.Module, **fixed: Any) -> None:
     """Make a layer keep the same tensors for its backward pass as a compiled layer does.
 
     torch's compiler joins forward and backward pass in one graph, and cuts the graph where the
-    fewest bytes pass between them. The first call makes the same cut here, without compilation.
-    Later calls must have tensors of the same shapes. `fixed`: arguments of each call that are no
-    tensors or numbers, which torch's functions do not take.
+    fewest bytes pass between them. The first call of the layer makes this cut without compilation.
+    Later calls must have tensors of the same shapes. fixed: the keyword arguments of each call that
+    are neither tensors nor numbers, because torch cannot trace them.
     """
     # These imports take seconds. A run that compiles needs them anyway.
     from torch._functorch.aot_autograd import aot_function
@@ -244,7 +244,7 @@ def cut_as_compiled(layer: nn.Module, **fixed: Any) -> None:
 def _go_through(
     model: nn.Module, layers: Sequence[nn.Module], setup: Setup, micro_batch: int
 ) -> list[Stretch]:
-    """Run forward and backward through one layer of each kind; return the parts of the step."""
+    """Run a step through one layer of each kind; return the parts of the step with their bytes."""
     inputs = fake_batch(setup, micro_batch)
     live = LiveBytes([*model.parameters(), *model.buffers()])
     call = _first_of_each_kind(layers, live)
@@ -289,7 +289,7 @@ def _context(setup: Setup) -> dict[str, ContextGroup]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """A torch mode that counts the bytes of tensors as long as anything refers to them.
+    """A torch mode that counts the bytes of each tensor as long as anything refers to the tensor.
 
     Tensors in `known` and their views are not counted.
     """
@@ -301,7 +301,7 @@ class LiveBytes(TorchDispatchMode):
         self._makers: dict[int, tuple[str, int]] = {}
 
     def begin(self, name: str, gradients: int = 0) -> None:
-        """Start a new part of the step."""
+        """Start a new part of the step. gradients: as in Stretch."""
         self.stretches.append(Stretch(name, gradients))
 
     def __torch_dispatch__(
@@ -374,9 +374,9 @@ def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Callabl
 
 
 def _all_layers(stretches: Sequence[Stretch], kinds: Sequence[int]) -> list[Stretch]:
-    """Return the parts of a step of all layers: each layer repeats those of the first of its kind.
+    """Return the parts of a full step: each layer repeats the parts of the first of its kind.
 
-    The end of autocast frees autocast's copies of all layers' weights.
+    When autocast ends, it frees its copies of the weights of all layers.
     """
     of_first = {stretch.name: stretch for stretch in stretches}
     passes = {FORWARD: kinds, BACKWARD: kinds[::-1]}

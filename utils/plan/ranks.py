@@ -39,14 +39,14 @@ SHARD, REPLICATE = "dp_shard", "dp_replicate"  # accelerate's names of the mesh'
 class Outline:
     """A model on the meta device with one layer of each kind.
 
-    layers: the number of layers of a kind, by the name of the layer that is kept.
+    layers: {name of the kept layer: number of layers of its kind}.
     """
 
     model: nn.Module
     layers: Mapping[str, int]
 
     def weight_bytes(self, mesh: DeviceMesh | None = None) -> int:
-        """Return the bytes of this rank's weights, all without a mesh; sharded by layers."""
+        """Return the bytes of this rank's weights, sharded over `mesh`; without a mesh, of all."""
         model = copy.deepcopy(self.model)
         layers = {name: model.get_submodule(name) for name in self.layers}
         if mesh is not None and SHARD in (mesh.mesh_dim_names or ()):
@@ -61,8 +61,8 @@ def report_ranks(
 ) -> None:
     """Add lines on the first, the middle and the last rank; warn if weights are shared unevenly.
 
-    A single node, DeepSpeed and weights in 4 bits are left out. Raises ConfigurationError if torch
-    cannot build the mesh or the shards.
+    Does nothing on a single node, with DeepSpeed, or with weights in 4 bits. Raises
+    ConfigurationError if torch cannot build the mesh or the shards.
     """
     launch, ranks = setup.launch, setup.launch.world_size
     if gpus.nodes == 1 or launch.strategy not in STRATEGIES or setup.quantized is not None:
@@ -102,7 +102,7 @@ def lay_out(
 ) -> tuple[int, str]:
     """Return a rank's bytes of weights, and a line on its groups and its first sequences.
 
-    With context parallelism the ranks of a group follow each other and have the same sequences.
+    With context parallelism, consecutive ranks form a group and have the same sequences.
     """
     launch, size = setup.launch, setup.settings.run.context_parallel
     batches = GlobalBatchSampler(
@@ -124,7 +124,7 @@ def lay_out(
 
 @contextmanager
 def fake_group(rank: int, world_size: int) -> Iterator[None]:
-    """Let this process be `rank` of a process group that moves nothing."""
+    """Make this process `rank` of a process group that sends nothing, in the with block."""
     # Importing this module registers torch's backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -152,14 +152,14 @@ def data_parallel_mesh(launch: LaunchFacts) -> DeviceMesh:
 
 
 def group_of(mesh: DeviceMesh, dimension: str) -> tuple[int, ...]:
-    """Return the ranks of this rank's group in a dimension of the mesh; itself if it has none."""
+    """Return the ranks of this rank's group along a mesh dimension; without it, only this rank."""
     if dimension not in (mesh.mesh_dim_names or ()):
         return (dist.get_rank(),)
     return tuple(mesh[dimension].mesh.tolist())
 
 
 def outline(setup: Setup) -> Outline:
-    """Return the outline of a run's model: to shard each of a hundred layers takes a minute."""
+    """Return the outline of a run's model. Sharding a hundred layers would take a minute."""
     with torch.device("meta"):
         model_class: Any = causal_lm_class(setup.config)
         model = with_adapters(model_class(setup.config).to(setup.dtype), setup.settings.model)

@@ -117,7 +117,7 @@ def _judged(values: SettingValues, names: str, problems: list[str]) -> Iterator[
 
 
 def _try_recomputation(args: TrainingArguments) -> None:
-    """Recompute a product with activation_checkpointing_kwargs, which raises for wrong keywords."""
+    """Recompute a product with activation_checkpointing_kwargs; torch raises for wrong keywords."""
     given: Any = args.activation_checkpointing_kwargs  # TrainingArguments made it a mapping
     keywords: dict[str, Any] = dict(given or {})
     every = keywords.pop("every_n_layers", 1)
@@ -152,7 +152,7 @@ def _check_options(
 
 
 def _report_without_effect(settings: RunSettings, model: PreTrainedModel, report: Report) -> None:
-    """Report settings that the optimizer does not read. They keep their values for a resume."""
+    """Add a line to `report` for each setting that the optimizer ignores; keep its value."""
     values, args = settings.values, settings.training
     for name in OF_SOME_OPTIMIZERS:
         without = with_values(args, **{name: values.declared[name].default})
@@ -161,7 +161,7 @@ def _report_without_effect(settings: RunSettings, model: PreTrainedModel, report
 
 
 def _options(args: TrainingArguments, model: PreTrainedModel) -> str:
-    """Return as text the optimizer's options that Trainer would use, or Trainer's error."""
+    """Return the optimizer and its options that Trainer would use, or Trainer's error, as text."""
     try:
         return repr(Trainer.get_optimizer_cls_and_kwargs(args, model))
     except Exception as error:
@@ -169,7 +169,7 @@ def _options(args: TrainingArguments, model: PreTrainedModel) -> str:
 
 
 def optimizer_pairs(text: str | None) -> dict[str, str]:
-    """Parse `KEY=VALUE,KEY=VALUE`. Raise ValueError for other texts and for a repeated key."""
+    """Parse `KEY=VALUE,KEY=VALUE` to a dict. Raises ValueError for other forms or repeated keys."""
     pairs: dict[str, str] = {}
     for pair in text.replace(" ", "").split(",") if text else ():
         key, _, value = pair.partition("=")

@@ -1,4 +1,4 @@
-"""The data of a run, opened, checked and packed into sequences, and the steps of the run."""
+"""The datasets of a run, opened, checked and packed into sequences, and the run's steps."""
 
 import logging
 import math
@@ -60,7 +60,7 @@ FEW_STEPS = 50  # too few to learn from
 
 @dataclass(frozen=True)
 class RunData:
-    """The datasets of a run."""
+    """The training and evaluation datasets of a run, its tokenizer's digest, and sample prompts."""
 
     train: PackedDataset
     evaluation: dict[str, PackedDataset]
@@ -69,7 +69,7 @@ class RunData:
     prompts: "Sequence[Prompt]"  # evaluations log the model's completions of these
 
     def fingerprints(self) -> dict[str, list[str]]:
-        """Return the content fingerprints of each split's datasets, for provenance.json."""
+        """Return {split: content fingerprints of its datasets}, for provenance.json."""
         splits = {"train": self.train, **self.evaluation}
         return {
             name: [data.description.fingerprint for data in rows.datasets]
@@ -106,10 +106,10 @@ def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
 def choose_sizes(
     settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
 ) -> RunSettings:
-    """Return settings in which sequence_length and global_batch_size are set; log derived ones.
+    """Return settings with sequence_length and global_batch_size; derive and log missing values.
 
-    A run that resumes keeps the values that it began with, whatever the number of ranks and the
-    micro-batch. Raises ConfigurationError if the training data cannot be opened.
+    A resumed run keeps its first values, even if the number of ranks or the micro-batch changed.
+    Raises ConfigurationError if the training data cannot be opened.
     """
     if not _open_sizes(settings, ("sequence_length", "global_batch_size")):
         return settings
@@ -123,13 +123,13 @@ def choose_sizes(
 
 
 def _open_sizes(settings: RunSettings, names: Sequence[str]) -> list[str]:
-    """Return the settings that nobody sets, or that a recipe sets to null."""
+    """Return the settings among `names` that the user did not give, or gave as null."""
     values = settings.values
     return [name for name in names if not values.rank(name) or values[name] is None]
 
 
 def _sizes_of_the_run(settings: RunSettings) -> dict[str, tuple[Any, str]]:
-    """Return the sizes that the run in output_dir began with and this start does not set."""
+    """Return {setting: (value, reason)} of the run to resume, for sizes that are not given now."""
     record, values = resumed_record(settings), settings.values
     before = settings_in_force(record.directory, record.starts) if record.starts else {}
     why = f"as the run in {record.directory} began"
@@ -143,7 +143,7 @@ def _sizes_of_the_run(settings: RunSettings) -> dict[str, tuple[Any, str]]:
 def _derived_sizes(
     settings: RunSettings, config: PreTrainedConfig, ranks: int
 ) -> dict[str, tuple[Any, str]]:
-    """Derive each size that is null from data, model and ranks; return it with the reason."""
+    """Return {setting: (value, reason)} of sizes that are null, from data, model and ranks."""
     data, found = settings.data, dict[str, tuple[Any, str]]()
     given, fine_tuning = settings.values.given.keys(), settings.script == "sft_train.py"
     train = [_open(settings, name, "train", ()).lengths for name in train_sources(data.train_data)]
@@ -197,7 +197,7 @@ def batch_for(rows: int, ranks: int) -> int:
 
 
 def more_steps(rows: int, global_batch_size: int, ranks: int) -> str:
-    """Return flags with which data of `rows` sequences gives FEW_STEPS steps or more."""
+    """Return the flags, as text, that give FEW_STEPS or more steps on `rows` sequences."""
     size = min(batch_for(rows, ranks), global_batch_size)
     flags = f"--num_train_epochs {math.ceil(FEW_STEPS * size / rows)}"
     return flags if size == global_batch_size else f"--global_batch_size {size} {flags}"
@@ -261,7 +261,7 @@ def load_run_data(
 
 
 def pack(dataset: TokenDataset, data: DataArguments, *, fine_tuning: bool) -> PackPlan:
-    """Plan the sequences of a dataset. Raises ConfigurationError as `plan_packing` does."""
+    """Return the plan that packs a dataset's documents. Raises as `plan_packing` does."""
     return plan_packing(
         dataset.lengths,
         data.sequence_length,
@@ -273,7 +273,7 @@ def pack(dataset: TokenDataset, data: DataArguments, *, fine_tuning: bool) -> Pa
 
 
 def sample_order(train: PackedDataset, data: DataArguments, seed: int) -> SampleOrder:
-    """Return the order of the training sequences."""
+    """Return the order of the training sequences, from `order` and the weights of the sources."""
     weights = [weight for weight in train_sources(data.train_data).values() if weight is not None]
     return SampleOrder(train.per_source, seed, weights or None, data.order == "shuffled")
 
@@ -286,7 +286,7 @@ def _prompts(
 ) -> "Sequence[Prompt]":
     """Load `sample_prompts`. Raises ConfigurationError if prompt and completion are too long.
 
-    They are chats if a dataset in `examples` was made with a chat template, or names no tokenizer.
+    Prompts are chats if a dataset in `examples` has a chat template or names no tokenizer.
     """
     run = settings.run
     if not run.sample_prompts:
@@ -329,7 +329,8 @@ def _tokenizer_problems(
 def _open(settings: RunSettings, path: str, split: str, known: Collection[str]) -> TokenDataset:
     """Open a dataset, or the split of this name if the directory has several.
 
-    Rank 0 opens it first, so that the other ranks need not count its tokens.
+    Rank 0 opens it first, so that the other ranks need not count its tokens. known: fingerprints of
+    the datasets that a resumed run keeps.
     """
     opened, staged = list[TokenDataset](), settings.staged.get((path, split))
     on_rank_0(lambda: opened.append(open_token_dataset(path, split, known, staged)))

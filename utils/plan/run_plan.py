@@ -55,7 +55,7 @@ STRATEGIES = ("single", "ddp", "fsdp2")
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """The type that stores Adam's moments, and whether weights are rounded up or down at random."""
+    """Options of LowPrecisionAdamW: the type of Adam's moments, and how weights are rounded."""
 
     kept_as: str
     stochastic_rounding: bool
@@ -63,7 +63,7 @@ class OptimizerStates:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The sequences of every step, the kernels that compute them, and the memory that they need.
+    """The plan of a run: the sequences of each step, the kernels, and the memory per device.
 
     settings: the parsed settings. to_longest: pad each micro-batch to its longest sequence. report:
     the log lines of the plan.
@@ -118,7 +118,7 @@ class RunPlan:
 
 
 def tracker_name(settings: RunSettings, run_id: str) -> str | None:
-    """Return the run's name for trackers, without known secrets, or None if trackers choose it."""
+    """Return the run's name for trackers with secrets masked, or None if the tracker chooses."""
     if settings.training.run_name:
         return redact(settings.training.run_name)
     if {"mlflow", "trackio"}.isdisjoint(settings.training.report_to or ()):
@@ -136,13 +136,13 @@ def log_plan(plan: RunPlan) -> None:
 def plan_run(
     settings: RunSettings, data: RunData, config: PreTrainedConfig, launch: LaunchFacts
 ) -> RunPlan:
-    """Plan steps, kernels and memory. Raises ConfigurationError with the log lines before it."""
+    """Plan steps, kernels and memory. A ConfigurationError has the log lines so far in `report`."""
     run, elsewhere = settings.run, on_a_login_node(settings, launch)
-    device = None if elsewhere else settings.training.device  # small models try the kernels there
+    device = None if elsewhere else settings.training.device  # runs tests with small models
     with Report() as report:
         sampler = plan_steps(settings, data, launch, report)
         for entry in settings.own_code.callbacks:
-            callback_class(entry)  # a faulty one is refused before the run starts
+            callback_class(entry)  # raises for a faulty one
         check_quantization(settings, config, launch.strategy)
         states = choose_optimizer_states(settings, config, launch)
         report.say(f"precision: {precision_line(settings, config, states, launch.device)}")
@@ -196,7 +196,7 @@ def plan_run(
 
 
 def choose_data_workers(settings: RunSettings, launch: LaunchFacts, report: Report) -> int:
-    """Return dataloader_num_workers: as given, or on a GPU up to 2 of the cores to spare."""
+    """Return dataloader_num_workers: as given, else up to 2 on a GPU with spare cores, else 0."""
     given = settings.values["dataloader_num_workers"]
     if given is not None or launch.device == "cpu" or settings.run.dry_run:
         return given or 0  # on a CPU the workers would take cores from the training
@@ -238,7 +238,7 @@ def choose_optimizer_states(
 def precision_line(
     settings: RunSettings, config: PreTrainedConfig, states: OptimizerStates | None, device: str
 ) -> str:
-    """Return the log line on the types of weights, computations and states."""
+    """Return the log line on the number types of weights, computations and optimizer states."""
     training, why = settings.training, settings.values.source("bf16")
     weights, mixed = weights_dtype(settings.model, config), training.mixed_precision
     hint = ""
@@ -264,7 +264,7 @@ def precision_line(
 
 
 def save_interval(training: TrainingArguments, total_steps: int) -> int | None:
-    """Return the steps between two checkpoints, or None if no checkpoint is saved regularly."""
+    """Return the number of steps between two checkpoints; None without regular checkpoints."""
     if training.save_strategy == "epoch":
         return math.ceil(total_steps / max(1, math.ceil(training.num_train_epochs)))
     steps = training.save_steps
@@ -280,9 +280,9 @@ def report_run(
     checkpoint_bytes: int,
     report: Report,
 ) -> None:
-    """Report a dry run's processes, saves and directory; utils/submit/check.py reports its job.
+    """Add a dry run's lines on processes, saves and run directory to `report`.
 
-    Raises ConfigurationError for a GPU strategy on a CPU.
+    utils/submit/check.py reports the job. Raises ConfigurationError for a GPU strategy on a CPU.
     """
     training, output_dir = settings.training, settings.output_dir
     # `values` has the user's use_cpu. A dry run without a GPU changes use_cpu in `training`.
@@ -312,7 +312,7 @@ def report_run(
 
 
 def on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:
-    """Return whether this is a dry run of a training that needs hardware of another machine."""
+    """Return whether this is a dry run for GPUs that this machine does not have."""
     on_cpu = settings.run.dry_run and launch.device == "cpu"
     return bool(settings.run.assume) or (on_cpu and not settings.values.on_cpu)
 
@@ -324,7 +324,7 @@ def _attention(
     device: torch.device | None,
     report: Report,
 ) -> AttentionChoice:
-    """Choose the attention; prove that documents stay apart and that ranks may share sequences."""
+    """Choose the attention; check that documents stay apart and that ranks can share sequences."""
     model, training = settings.model, settings.training
     whole_rows = all(
         plan.one_document_each
@@ -350,8 +350,9 @@ def _attention(
 def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: bool) -> str:
     """Test on a login node's CPU whether packed documents stay apart; return the result as text.
 
-    Raises ConfigurationError if documents see each other: the masks are the same on a GPU. Models
-    that do not run on a CPU, and recurrent ones, which have other kernels there, are tested later.
+    Raises ConfigurationError if documents see each other, because the masks are the same on a GPU.
+    Some models are only tested when the run starts: models that do not run on a CPU, and recurrent
+    models, which use other kernels on a CPU.
     """
     asked = requested if requested in RUN_ANYWHERE else "auto"
     try:
