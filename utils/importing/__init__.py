@@ -1,4 +1,4 @@
-"""`python -m utils.importing FILE`: convert another toolkit's config to our two recipes.
+"""`python -m utils.importing FILE`: another toolkit's config becomes a data and a training recipe.
 
 toolkits     the keys of axolotl, LLaMA-Factory and TRL; the state of a conversion
 sources      converts the datasets of a config to the data recipe

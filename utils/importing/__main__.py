@@ -1,4 +1,4 @@
-"""Convert another toolkit's config to our two recipes, with notes on differences.
+"""Convert another toolkit's config to a data recipe and a training recipe, and note differences.
 
 python -m utils.importing axolotl.yaml [--kind axolotl] [--gpus 8] [--output_dir DIR]
 """
@@ -20,9 +20,10 @@ CHANGED = "This changes the training, or may:"
 
 
 def recipe_texts(given: "Conversion", folder: Path) -> dict[Path, str]:
-    """Return {file: text}: the two recipes, a chat template of the config, functions of formats.
+    """Return {file: text} of the recipes and of the files that they need. folder: for these files.
 
-    The data recipe is the last but one, the training recipe the last.
+    The other files are functions that build prompts, and a chat template from the config. The data
+    recipe is the last but one, the training recipe the last.
     """
     source, script = given.path, "pretrain.py" if given.pretraining else "sft_train.py"
     data, run = folder / f"{source.stem}_data.yaml", folder / f"{source.stem}.yaml"
@@ -51,13 +52,16 @@ def recipe_texts(given: "Conversion", folder: Path) -> dict[Path, str]:
 
 
 def listing(reasons: Mapping[str, Sequence[str]], margin: str) -> str:
-    """Return a line for each reason with its keys."""
+    """Return a line of text for each reason, with its keys in front. margin: begins each line."""
     lines = (f"{', '.join(map(str, keys))}: {why}" for why, keys in reasons.items())
-    return "".join(f"{margin}{' '.join(line.split())}\n" for line in lines)  # all in the comment
+    return "".join(f"{margin}{' '.join(line.split())}\n" for line in lines)  # one comment line each
 
 
 def next_steps(given: "Conversion", files: Sequence[Path]) -> str:
-    """Return what changes the training, and the commands that prepare the data and train."""
+    """Return the text to print: what changes the training, and the commands to prepare and train.
+
+    files: those of `recipe_texts`, the data recipe and the training recipe last.
+    """
     changes = f"\n{CHANGED}\n{listing(given.changes, '  ')}" if given.changes else ""
     script = "pretrain.py" if given.pretraining else "sft_train.py"
     return (
@@ -67,7 +71,7 @@ def next_steps(given: "Conversion", files: Sequence[Path]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert one file; return the exit code."""
+    """Convert the config on the command line; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m utils.importing", description=str(__doc__).partition("\n")[0]
     )
@@ -79,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     folder = given.output_dir or Path()
     try:
-        load_file(given.config)  # a fault of the file is told at once
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it looks for CPU kernels
+        load_file(given.config)  # report a faulty file before the slow imports
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # no line about CPU kernels
         from utils.importing.conversion import convert  # slow to import: transformers
 
         converted = convert(given.config, given.kind, given.gpus)

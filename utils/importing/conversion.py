@@ -25,7 +25,11 @@ OTHER_METHODS = (
 
 
 def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
-    """Convert a config file. Raises YamlError, or ConfigurationError if it cannot be converted."""
+    """Convert the config in a file. kind: its toolkit; None: recognize the toolkit by its keys.
+
+    gpus: the number of GPUs of the original training, which decides the global batch. Raises
+    YamlError, or ConfigurationError if the config cannot be converted.
+    """
     entries = load_file(path)
     if "model_class" in entries:
         raise ConfigurationError(
@@ -81,7 +85,7 @@ def _check_method(given: Conversion) -> None:
 
 
 def _convert_output_dir(given: Conversion, name: str) -> None:
-    """Convert the run's folder. The folder of many examples, such as outputs/out, gets a name."""
+    """Convert output_dir. A shared folder such as outputs/out or saves becomes outputs/NAME."""
     folder = str(given.value("output_dir") or f"runs/{name}")
     if re.fullmatch(r"(.*/)?(\w*-?out|outputs?|saves)/?", folder):
         given.take("output_dir")
@@ -123,7 +127,7 @@ def _convert_batch(given: Conversion) -> None:
 
 
 def _convert_times(given: Conversion) -> None:
-    """Convert the intervals of evaluations and saves."""
+    """Convert how often to evaluate and to save."""
     if given.value("save_total_limit") == 1:
         given.given["save_total_limit"] = Given(2, "1 there; the newest may be damaged")
     if given.value("save_strategy") == "best":
@@ -150,7 +154,7 @@ def _convert_times(given: Conversion) -> None:
 
 
 def _convert_optimizer(given: Conversion) -> None:
-    """Convert the optimizer, its schedule and the trackers."""
+    """Convert the optimizer, its learning rate schedule and the trackers (wandb, Hub)."""
     if given.take("use_muon"):
         given.put("optim", "muon", "use_muon")
     if "optim" in given.given:
@@ -183,7 +187,7 @@ def _convert_optimizer(given: Conversion) -> None:
 
 
 def _convert_adapter(given: Conversion) -> None:
-    """Convert the settings of LoRA and of 4-bit and 8-bit loading."""
+    """Convert the settings of LoRA and of loading weights in 4 or 8 bits."""
     adapter, four = given.value("adapter"), given.value("load_in_4bit")
     if not isinstance(four, bool) and four not in (None, 4):  # LLaMA-Factory's quantization_bit
         given.change(given.given["load_in_4bit"].source, EIGHT_BITS)
@@ -215,16 +219,16 @@ def _convert_adapter(given: Conversion) -> None:
 
 
 def _convert_frozen(given: Conversion) -> None:
-    """Convert axolotl's patterns of trained weights, and LLaMA-Factory's number of trained layers.
+    """Convert which weights are trained: axolotl's patterns, LLaMA-Factory's number of layers.
 
-    The config does not tell how many layers the model has. The last ones become LAST, which the
-    training script refuses until the user writes their numbers.
+    The config does not tell how many layers the model has. So the last layers are named LAST. The
+    training script refuses this name until the user replaces it by layer numbers.
     """
     if patterns := given.take("train_only"):
         plain = [re.sub(r"\[\d*:?\d*\]$", "", str(each)) for each in listed(patterns)]
         if plain != listed(patterns):
             given.note("unfrozen_parameters", "ranges of rows: here whole weights are trained")
-        # Both anchor at the start of a name. There, a point is a point unless + follows it.
+        # Both match from the start of a name. In axolotl, "." is a plain dot unless + follows.
         exact = [re.sub(r"\.(?!\+)", r"\.", each.removeprefix("^")) for each in plain]
         ours = [each.removesuffix("$") if each.endswith("$") else f"{each}.*" for each in exact]
         given.put("train_only", ours, "unfrozen_parameters", "unfrozen_parameters")
@@ -272,7 +276,7 @@ def _convert_precision(given: Conversion) -> None:
 
 
 def _convert_strategy(given: Conversion) -> None:
-    """Convert the stage of DeepSpeed ZeRO, or FSDP, to `strategy`."""
+    """Convert DeepSpeed's ZeRO stage, or FSDP, to the setting `strategy`."""
     deepspeed = given.take("deepspeed")
     names = ("dp_shard_size", "fsdp", "fsdp_config", "fsdp_version")
     sharding = {name: given.take(name) for name in names if name in given.given}
@@ -297,7 +301,7 @@ def _convert_strategy(given: Conversion) -> None:
 
 
 def _remove_lines_that_cannot_stay(given: Conversion) -> None:
-    """Remove settings without effect, and settings that the training script would refuse."""
+    """Remove recipe settings that have no effect or that the training script would refuse."""
     lines = {n: Given(v, why, 1) for n, (v, why) in given.run.items() if n in given.declared}
     values = SettingValues(given.declared, lines)
     derive_evaluation(values)

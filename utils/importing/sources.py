@@ -14,12 +14,15 @@ from utils.importing.toolkits import BY_DEFAULT, DATA, Conversion, is_off, liste
 
 # Models whose template prints an empty thought, which axolotl does not train on.
 EMPTY_THOUGHTS = re.compile(r"qwen-?3(?!.*(2507|coder|vl|omni|next|embedding))", re.IGNORECASE)
-NO_LIMIT = 8192  # tokens, where a toolkit has no limit
+NO_LIMIT = 8192  # sequence_length in tokens if the config has no limit
 Entries = list[dict[str, Any]]
 
 
 def convert_data(given: Conversion, folder: str) -> None:
-    """Fill the data recipe and the data settings of the training recipe. folder: output_dir."""
+    """Fill the data recipe and the data settings of the training recipe.
+
+    folder: where `prepare_data.py` will write the datasets.
+    """
     given.data["sources"] = [
         each["path"] if each.keys() == {"path"} else each for each in _read(given, "sources")
     ]
@@ -62,7 +65,7 @@ def convert_data(given: Conversion, folder: str) -> None:
 
 
 def _hold_out(given: Conversion, folder: str) -> None:
-    """Convert the held-out data: named datasets, or a share of the training documents."""
+    """Convert the evaluation data: named datasets, or a share of the training documents."""
     splits = []
     if given.value("eval_sources"):
         found = _read(given, "eval_sources")
@@ -80,7 +83,7 @@ def _hold_out(given: Conversion, folder: str) -> None:
 
 
 def _read(given: Conversion, name: str) -> Entries:
-    """Return the datasets of the setting `name` as entries for our data recipe; add notes."""
+    """Return the datasets in the setting `name` as entries of our data recipe; add notes."""
     reader = {"axolotl": _axolotl, "llamafactory": _factory, "trl": _trl}[given.kind]
     source = given.given[name].source
     entries = reader(given, source, given.take(name))
@@ -134,7 +137,10 @@ def _axolotl(given: Conversion, source: str, entries: Any) -> Entries:
 
 
 def _axolotl_format(given: Conversion, key: str, kind: str) -> str | None:
-    """Return our format for a type of axolotl, with a note where the documents may differ."""
+    """Return our row format for a dataset type of axolotl, or None to detect the format from rows.
+
+    key: the config's key, for notes. Adds a note if the documents may differ from axolotl's.
+    """
     if not kind:
         given.note(key, "empty: the rows have input_ids and labels")
         return "tokens"
@@ -148,9 +154,10 @@ def _axolotl_format(given: Conversion, key: str, kind: str) -> str | None:
 
 
 def _prompt(given: Conversion, source: str, entry: dict[str, Any], kind: Any) -> str:
-    """Add the function that makes axolotl's prompt of a type; return its name, "" for none.
+    """Add a Python function that builds the prompt of an axolotl dataset type; return its name.
 
-    Removes the keys that name columns from `entry`.
+    Returns "" if the type needs no function or is unknown. entry: the dataset's entry in the
+    config. Keys in `entry` that name columns are removed.
     """
     custom = dict(kind) if isinstance(kind, Mapping) else {}
     base, _, style = ("" if custom else str(kind)).partition(":")
@@ -183,12 +190,15 @@ def _prompt(given: Conversion, source: str, entry: dict[str, Any], kind: Any) ->
         instruction=names["instruction"], output=names["output"],
     )  # fmt: skip
     while given.functions.setdefault(name, text(name=name)) != text(name=name):
-        name += "_"  # the same type with other columns
+        name += "_"  # the name is taken by the same type with other columns
     return name
 
 
 def _leave_thoughts_out(given: Conversion) -> None:
-    """Set enable_thinking for a model whose empty thought axolotl does not train on."""
+    """Set enable_thinking: false if the template prints an empty thought (Qwen3).
+
+    axolotl does not train on this empty thought.
+    """
     model = f"{given.run.get('model_name_or_path', '')} {given.value('chat_template')}"
     variables = given.value("chat_template_kwargs") or {}
     if EMPTY_THOUGHTS.search(model) and "enable_thinking" not in {*variables, *given.given}:
@@ -200,7 +210,7 @@ def _leave_thoughts_out(given: Conversion) -> None:
 def _axolotl_columns(
     given: Conversion, source: str, entry: dict[str, Any], kind: str
 ) -> dict[str, str]:
-    """Remove the keys that name columns from `entry`; return {name: our name} of `columns`."""
+    """Remove the keys that name columns from `entry`; return {name in the file: our name}."""
     columns = {}
     for part in ("instruction", "input", "output", "system", "tools"):
         if column := entry.pop(f"field_{part}", None):
@@ -225,7 +235,7 @@ def _axolotl_columns(
 
 
 def _role_names(given: Conversion, where: str, roles: Mapping[str, Any]) -> dict[str, str]:
-    """Return {word in the data: role} for words that are not known by themselves."""
+    """Return {role name in the data: our role} for names that Stoker does not know by itself."""
     known = {role: roles[role] for role in roles if role in MESSAGE_ROLES}
     given.leave_all(where, {role: roles[role] for role in roles if role not in known})
     words = {word: role for role, found in known.items() for word in listed(found) if word}
@@ -233,10 +243,10 @@ def _role_names(given: Conversion, where: str, roles: Mapping[str, Any]) -> dict
 
 
 def _factory(given: Conversion, source: str, names: Any) -> Entries:
-    """Convert LLaMA-Factory's names of datasets, which dataset_info.json describes.
+    """Return the data recipe's entries for LLaMA-Factory's dataset names.
 
-    The setting dataset_dir (default: data) names the folder of dataset_info.json. This folder is
-    in the working directory, or in a folder above the config.
+    dataset_info.json describes these datasets. Its folder is the setting dataset_dir (default:
+    data), in the working directory or in a folder above the config.
     """
     folder, known = Path(given.value("dataset_dir") or "data"), {}
     for base in (Path(), *given.path.absolute().parents):
@@ -279,7 +289,10 @@ def _factory(given: Conversion, source: str, names: Any) -> Entries:
 
 
 def _trl(given: Conversion, source: str, value: Any) -> Entries:
-    """Convert a dataset's name, TRL's mixture, or the Alignment Handbook's {name: weight}."""
+    """Return the data recipe's entries for TRL's dataset.
+
+    value: a name, a mixture (TRL), or {name: weight} (Alignment Handbook).
+    """
     if not given.take("assistant_only_loss") and not given.pretraining:
         given.change("assistant_only_loss: false", "TRL trains on whole chats, here on answers")
     subset, split = given.take("dataset_config"), given.take("dataset_train_split")

@@ -1,7 +1,7 @@
 """The keys of axolotl, LLaMA-Factory and TRL, and the state of a conversion.
 
 Our name for a key comes from the toolkit's table in toolkits.yaml, else from
-utils/config/foreign_words.yaml. A key in neither table has the same name here.
+utils/config/foreign_words.yaml. A key in neither table keeps its name.
 """
 
 import re
@@ -27,7 +27,7 @@ UNKNOWN = "unknown here, left out"
 EMPTY = "empty there"
 OFF = "off there, and not done here"
 BY_DEFAULT = "as it is here without a line"
-# Keys of what is always on here, so that "off" is a difference.
+# Keys of settings that are always on in Stoker: "off" in a config is a difference.
 _ON_HERE = ("shuffle_dataset", "remove_unused_columns", "average_tokens_across_devices")
 _OFF_VALUES: tuple[Any, ...] = (None, False, 0, "", "none", [], {})
 
@@ -36,9 +36,9 @@ _OFF_VALUES: tuple[Any, ...] = (None, False, 0, "", "none", [], {})
 class Toolkit:
     """A toolkit whose configs can be converted.
 
-    marks: keys that identify its configs. names: {its key: our name}. defaults: {our name: its
-    default}. winners: keys that override other keys of the same meaning. null_counts: whether
-    null in a config replaces a default.
+    marks: keys by which its configs are recognized. names: {the toolkit's key: our name}. defaults:
+    {our name: the toolkit's default}. winners: keys that override other keys of the same meaning.
+    null_counts: whether null in a config replaces a default.
     """
 
     marks: Sequence[str]
@@ -52,17 +52,18 @@ _TABLES = yaml.safe_load(Path(__file__).with_name("toolkits.yaml").read_text(enc
 TOOLKITS = {kind: Toolkit(**table) for kind, table in _TABLES["toolkits"].items()}
 # {key of a toolkit or of a dataset's entry: why the key has no counterpart here}.
 LEFT = by_name(_TABLES["left"])
-# {key: how the training differs without it}, and {key: its values that change nothing}.
+# {key: how the training differs without the key}, and {key: values that make no difference}.
 CHANGES, SAME = by_name(_TABLES["changes"]), _TABLES["same"]
 DATA = _TABLES["data"]  # names and prompts of datasets
 
 
 class Conversion:
-    """A config during its conversion to our recipes.
+    """The state of a conversion: the rest of another toolkit's config, and our two recipes.
 
-    given: {our name: value} that is not converted yet. run: {setting: (value, comment)} of the
-    training recipe. data: values of the data recipe. changes: {how the training differs: keys}.
-    notes: {reason: other keys without a counterpart}. functions: {name: Python text of a format}.
+    given: {our name: value} of settings that are not converted yet. run: {setting: (value,
+    comment)} of the training recipe. data: settings of the data recipe. changes: {how the training
+    differs: keys}. notes: {reason: other keys without a counterpart}. functions: {name: Python code
+    of a row format}.
     """
 
     def __init__(self, kind: str, entries: Mapping[str, tuple[Any, int]], path: Path, gpus: int):
@@ -98,20 +99,20 @@ class Conversion:
         self.declared = declared_settings(classes)
 
     def value(self, name: str, default: Any = None) -> Any:
-        """Return the value of a setting in `given`. name: our name."""
+        """Return the value of a setting in `given`, or `default`. name: our name."""
         return self.given[name].value if name in self.given else default
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Remove a setting from `given` and return its value."""
+        """Remove a setting from `given` and return its value, or `default`."""
         return self.given.pop(name).value if name in self.given else default
 
     def note(self, key: str, reason: str) -> None:
-        """Add a key of the config to `notes` under a reason. Skip the toolkit's own defaults."""
+        """Add a key of the config to `notes` under a reason, unless it is a toolkit's default."""
         if key != self.its_default and key not in self.notes.setdefault(reason, []):
             self.notes[reason].append(key)
 
     def change(self, key: str, reason: str) -> None:
-        """Add a key of the config, or of ours, to `changes`: the training differs from theirs."""
+        """Add a key to `changes`. reason: how our training differs from the other toolkit's."""
         if key not in self.changes.setdefault(reason, []):
             self.changes[reason].append(key)
 
@@ -121,7 +122,10 @@ class Conversion:
             self.note(self.given.pop(name).source, reason)
 
     def leave(self, key: str, value: Any, ours: str = "") -> None:
-        """Note why a key has no counterpart. key: may be a path such as datasets.roles."""
+        """Add a key without a counterpart to `notes`, or to `changes` if the training may differ.
+
+        key: may be a path such as datasets.roles. ours: our name for the key, if different.
+        """
         name = key.rpartition(".")[2]
         reason = LEFT.get(name) or refused().get(ours or name) or other_names().get(name)
         if value in (None, ""):
@@ -137,7 +141,7 @@ class Conversion:
             self.note(key, f"here it is {reason}, with another value" if is_name else reason)
 
     def leave_all(self, path: str, values: Mapping[str, Any]) -> None:
-        """Note for each key inside a mapping why the key has no counterpart."""
+        """Call `leave` for each key in a mapping, also in nested ones. path: names the mapping."""
         for key, value in values.items():
             if isinstance(value, Mapping) and value:
                 self.leave_all(f"{path}.{key}", value)
@@ -145,7 +149,10 @@ class Conversion:
                 self.leave(f"{path}.{key}", value)
 
     def put(self, name: str, value: Any, comment: str = "", key: str = "") -> None:
-        """Add a setting to the training recipe, or note that `value` is refused or our default."""
+        """Add a setting to the training recipe. If `value` is refused or our default, add a note.
+
+        comment: written after the setting in the recipe. key: the config's key; default: `name`.
+        """
         key = key or name
         declaration = self.declared.get(name)
         if declaration is not None:
@@ -169,12 +176,12 @@ class Conversion:
 
 
 def is_off(value: Any) -> bool:
-    """Return whether a value turns its setting off."""
+    """Return whether a value turns a setting off: None, False, 0, "", "none", [] or {}."""
     return any(value is off or (value == off and type(value) is type(off)) for off in _OFF_VALUES)
 
 
 def listed(value: Any) -> list[Any]:
-    """Return the value as a list, because toolkits also accept "a, b" or a single entry."""
+    """Return a value as a list. Toolkits also accept a single entry, or several in "a, b"."""
     if isinstance(value, str):
         return re.split(r"\s*,\s*", value)
     return value if isinstance(value, list) else [value]
