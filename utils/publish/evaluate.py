@@ -3,9 +3,9 @@ r"""Benchmark the finished model of a run with lm-evaluation-harness (`pip insta
     python -m utils.publish.evaluate runs/my-run --tasks hellaswag,arc_easy
     python -m utils.publish.evaluate runs/my-run --tasks gsm8k --limit 100 --apply_chat_template
 
-`lm_eval` runs on final/ in its own process, on one GPU if there is one; all further flags are
-passed to it. The results are in lm_eval.json in the run's directory. `lm_eval_tasks: [hellaswag]`
-in a recipe does the same once final/ is written.
+`lm_eval` runs on final/ in its own process, on one GPU if there is one. All further flags go to
+lm_eval. The results are in lm_eval.json in the run's directory. `lm_eval_tasks: [hellaswag]` in a
+recipe does the same once final/ is written.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from utils.publish.hub import RESULTS
 
 logger = logging.getLogger(__name__)
 
-# Prefixes of environment variables from a launcher. lm_eval would wait for other processes.
+# Prefixes of a launcher's environment variables. With them, lm_eval would wait for other processes.
 OF_THE_LAUNCH = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate the run that the command line names; return the exit code."""
+    """Evaluate the run on the command line; return the exit code."""
     configure_logging()
     load_env_file()
     form = argparse.RawDescriptionHelpFormatter
@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None:
     """Run lm_eval on final/ and save the results as lm_eval.json in the run directory.
 
-    lm_eval prints its table to stdout. Raises ConfigurationError if lm_eval cannot run or fails.
+    flags: further flags of lm_eval. lm_eval prints its table to stdout. Raises ConfigurationError
+    if lm_eval cannot run or fails.
     """
     if not (run / FINAL).is_dir():
         raise ConfigurationError(f"{run} has no {FINAL}/, which the end of a run writes.")

@@ -3,9 +3,9 @@ r"""Upload the finished model of a run to the Hugging Face Hub, with its model c
     python -m utils.publish.hub runs/my-run OWNER/NAME
     python -m utils.publish.hub runs/my-run OWNER/NAME-lora --adapter --public --dry_run
 
-One commit with the files in ALLOWED and nothing else; no file may contain a secret. The token is
-HF_WRITE_TOKEN from the environment or .env, else the one that `hf auth login` stored. `push_to_hub:
-true` in a recipe does the same at the end of a run.
+The upload is one commit with the files in ALLOWED only; no file may contain a secret. The token is
+HF_WRITE_TOKEN from the environment or .env, else the token that `hf auth login` stored.
+`push_to_hub: true` in a recipe does the same at the end of a run.
 """
 
 import argparse
@@ -53,7 +53,7 @@ NO_TOKEN = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Publish the model of the run that the command line names; return the exit code."""
+    """Upload the model of the run on the command line; return the exit code."""
     configure_logging()
     load_env_file()
     form = argparse.RawDescriptionHelpFormatter
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def files_to_publish(
     run: Path, name: str, *, adapter: bool = False, base_model: str | None = None
 ) -> dict[str, Path | bytes]:
-    """Return the files to upload (paths or contents) by their names on the Hub, and log them.
+    """Return {name on the Hub: path or content} of the files to upload, and log the list.
 
     Raises ConfigurationError for an invalid name, an unfinished run, a secret in a file, or an
     adapter whose base model has no name on the Hub.
@@ -125,9 +125,10 @@ def files_to_publish(
 
 
 def upload(files: Mapping[str, Path | bytes], name: str, *, private: bool) -> str:
-    """Upload the files in one commit; return the URL of the model. Raises ConfigurationError.
+    """Upload files, {name on the Hub: path or content}, in one commit; return the model's URL.
 
     An existing model keeps its visibility, its history and its other files, except old weights.
+    Raises ConfigurationError if the upload fails.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
@@ -182,7 +183,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _card(run: Path, directory: Path, name: str, base_model: str | None) -> str:
-    """Return the model card with the model's name on the Hub, and with the results of lm_eval."""
+    """Return the text of the model card with the model's Hub name, and with lm_eval's results."""
     from huggingface_hub import ModelCard
 
     text = (directory / CARD).read_text(encoding="utf-8")
@@ -202,7 +203,7 @@ def _card(run: Path, directory: Path, name: str, base_model: str | None) -> str:
 
 
 def _benchmarks(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a Markdown table of the results of lm_eval."""
+    """Yield the lines of a Markdown table with the results in lm_eval.json (`content`)."""
     limit = (content.get("config") or {}).get("limit")
     part = f", with --limit {limit:g}" if limit else ""
     yield f"By lm-evaluation-harness {content.get('lm_eval_version', '')}{part}.\n"
@@ -218,7 +219,10 @@ def _benchmarks(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _adapter_config(directory: Path, base_model: str | None) -> str:
-    """Return adapter_config.json with the base's Hub name; ConfigurationError if it is unknown."""
+    """Return the text of adapter_config.json with the Hub name of the base model.
+
+    Raises ConfigurationError if this name is unknown.
+    """
     from huggingface_hub import ModelCard
 
     content = read_object(directory / ADAPTER_CONFIG)

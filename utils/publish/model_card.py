@@ -1,7 +1,7 @@
 """The model card: README.md of final/ and adapter/.
 
-It is made only from config.yaml, provenance.json, metrics.jsonl and the descriptions of the data.
-It contains no host name and no absolute path.
+Its only sources are config.yaml, provenance.json, metrics.jsonl and the descriptions of the data.
+The card contains no host name and no absolute path.
 """
 
 import re
@@ -34,7 +34,7 @@ SETTINGS = (
     "use_dora", "neftune_noise_alpha", "ema_decay", "ddp_comm_hook", "seed",
 )  # fmt: skip
 SOURCES_SHOWN = 5
-# Keys of adapters that vLLM refuses (vllm/lora/peft_helper.py); the last one PEFT refuses, too.
+# Keys of adapters that vLLM refuses (vllm/lora/peft_helper.py). PEFT also refuses the last key.
 HARD_TO_SERVE = ("modules_to_save", "target_parameters", "use_dora", "trainable_token_indices")
 # The folder of a downloaded model or dataset in the Hub's cache.
 _IN_THE_CACHE = re.compile(r"(models|datasets)--([^/\s]+?)--([^/\s]+)/snapshots/")
@@ -43,7 +43,9 @@ _ABSOLUTE = re.compile(r"(?<![\w./:~)-])/(?:[^\s/'\"`=,:]+/)*([^\s/'\"`=,:]+)")
 
 
 def public(text: str) -> str:
-    """Shorten absolute paths: to relative ones in the working directory, to names elsewhere.
+    """Return a text with absolute paths shortened to relative paths or to file names.
+
+    Paths in the working directory become relative. Other paths lose their folders.
 
     >>> public("sft_train.py --train_data /home/me/data/chats=0.5 --output_dir runs/mine")
     'sft_train.py --train_data chats=0.5 --output_dir runs/mine'
@@ -52,15 +54,15 @@ def public(text: str) -> str:
 
 
 def shown_name(run: Path, folder: str) -> str:
-    """Return RUN/FOLDER, the name of a model that is not on the Hub, without an absolute path."""
+    """Return the name of a model that is not on the Hub: RUN/FOLDER, never an absolute path."""
     inside = run.resolve().is_relative_to(Path.cwd())
     return str((run.resolve().relative_to(Path.cwd()) if inside else Path(run.name)) / folder)
 
 
 def base_model(run: Path) -> tuple[str | None, dict[str, Any]]:
-    """Return the Hub name (None: unknown) and the license of the model that a run started from.
+    """Return the Hub name (None: unknown) and the license fields of a run's initial model.
 
-    If the run started from another run's weights, return that run's base model.
+    If the run began with another run's weights, return that run's base model.
     """
     starts = RunRecord(run).starts
     settings = settings_in_force(run, starts)
@@ -71,7 +73,7 @@ def base_model(run: Path) -> tuple[str | None, dict[str, Any]]:
     if name is None:
         return None, {}
     directory = Path(name)
-    if (directory.parent / CONFIG).is_file():  # final/, or a checkpoint that may be deleted by now
+    if (directory.parent / CONFIG).is_file():  # a run's final/ or checkpoint, maybe deleted
         return base_model(directory.parent)
     if HUB_NAME.fullmatch(name) and not directory.is_dir():
         cached = try_to_load_from_cache(name, CARD, revision=settings.get("model_revision"))
@@ -81,7 +83,7 @@ def base_model(run: Path) -> tuple[str | None, dict[str, Any]]:
 
 
 def license_of(card: Path) -> dict[str, Any]:
-    """Return the license fields of a model card; {} if there is no card."""
+    """Return the license fields in a model card's metadata; {} if there is no card."""
     if not card.is_file():
         return {}
     facts = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
@@ -89,7 +91,7 @@ def license_of(card: Path) -> dict[str, Any]:
 
 
 def hub_dataset(path: str) -> str | None:
-    """Return the Hub name of the dataset that a source file belongs to, or None if unknown."""
+    """Return the Hub name of the dataset that a source file is from; None if unknown."""
     if found := _HUB_URL.match(path):
         return found[1]
     found = _IN_THE_CACHE.search(path)
@@ -106,7 +108,7 @@ class RunCard:
     """The card of the model `name` in `directory`, whose weights are from step `step` of `run`.
 
     data: the datasets of `train_data`. multimodal: the model also has parts for images or sound,
-    which AutoModelForCausalLM does not load. Raises an error if a file is unreadable.
+    which AutoModelForCausalLM does not load. Raises an error if a file of the run is unreadable.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class RunCard:
         self.base, self.license = base_model(run)
 
     def write(self) -> None:
-        """Write README.md, without absolute paths and secrets."""
+        """Write README.md into `directory`, without absolute paths and secrets."""
         body = public("\n".join(self._lines()))
         text = f"---\n{self._metadata().to_yaml()}\n---\n\n{body}\n"
         (self.directory / CARD).write_text(redact(text), encoding="utf-8")
@@ -202,7 +204,7 @@ class RunCard:
         return f"{done} on the {what} of the data below, by Stoker's {script}."
 
     def _usage(self) -> Iterator[str]:
-        """Yield Markdown with code and commands that use the model."""
+        """Yield Markdown: code and commands that use the model."""
         name, base, serve = self.name, self.name, f"vllm serve {self.name}\n"
         if self.is_adapter:
             base = self.base or "BASE"
@@ -218,7 +220,10 @@ class RunCard:
         yield f"```bash\n{serve}python chat.py {name}   # in a clone of Stoker\n```"
 
     def _code(self, base: str) -> Iterator[str]:
-        """Yield Python code that loads the model, or the adapter of `base`, and generates."""
+        """Yield Markdown with Python code that loads the model and generates text.
+
+        base: the model to load; for an adapter, its base model.
+        """
         name = self.name
         loader = f"AutoModelFor{'MultimodalLM' if self.multimodal else 'CausalLM'}"
         asked, answer = '"The sky is"', '["generated_text"]'
@@ -238,7 +243,10 @@ class RunCard:
 
 
 def _figures(run: Path, step: int, launch: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a Markdown table of steps, tokens, time and losses at `step`, from metrics.jsonl."""
+    """Yield the lines of a Markdown table: steps, tokens, time and losses at `step`.
+
+    launch: the number and kind of devices, as in provenance.json.
+    """
     lines = sorted(read_journal(run / "metrics.jsonl"), key=lambda line: line["step"])
     trained = [line for line in lines if line["event"] == "train" and line["step"] <= step]
     seconds, last = 0.0, 0
