@@ -1,1 +1,1 @@
-"""`python -m utils.doctor`: check whether this machine can train; say what to install."""
+"""`python -m utils.doctor`: check whether this machine can train, and say what to install."""

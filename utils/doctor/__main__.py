@@ -2,7 +2,7 @@
 
     python -m utils.doctor [--output_dir runs]
 
-All checks run at once; importing torch takes the longest. The exit code is 1 if something that
+All checks run at once. Importing torch takes the longest. The exit code is 1 if something that
 training needs is missing.
 """
 
@@ -40,18 +40,18 @@ OPTIONAL = {
     "torchao": "fp8",
     "lm_eval": "benchmarks of a finished model",
 }
-LIMIT_S = 180.0  # for all checks, which run at once: a busy machine is slow, but not that slow
+LIMIT_S = 180.0  # for all checks together; also a slow, busy machine needs less
 SAID_AFTER_S = 10.0
 LEAST_FREE_GIB = 20
 SHARED = "/dev/shm"  # noqa: S108 - only its size is read
-# A line of sinfo about nodes that run jobs. A state with "*" at its end does not answer.
+# A line of sinfo about nodes that run jobs. "*" behind a state marks nodes that do not answer.
 TAKES_JOBS = re.compile(
     r"\S+ up \S+ \S+ (idle|mix|mixed|alloc|comp|resv|plnd|boot|pow_up)[^\w* ]* "
 )
 
 
 class Finding(NamedTuple):
-    """One result of a check. what: the fact. mend: what the user can type to change the fact.
+    """A result of a check. what: the fact. mend: what the user can type to change the fact.
 
     level: ok, option (absent and optional), warning, missing, or unknown (could not be checked).
     """
@@ -91,7 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class RunningCheck:
-    """A check in a thread of its own, with its findings so far. An error becomes a finding."""
+    """A check that runs in its own thread, with its findings so far.
+
+    If the check raises an error, the error becomes a finding of level "unknown".
+    """
 
     def __init__(self, name: str, check: Check):
         self.name, self.findings = name, list[Finding]()
@@ -106,7 +109,10 @@ class RunningCheck:
             self.findings.append(Finding("unknown", f"{self.name} could not be checked ({text})"))
 
     def wait(self, limit_s: float) -> list[Finding]:
-        """Return the findings, or those so far after `limit_s`."""
+        """Wait for the end of the check and return its findings.
+
+        After `limit_s` seconds, return the findings so far and one that says "still running".
+        """
         self.thread.join(min(SAID_AFTER_S, limit_s))
         if self.thread.is_alive():
             text = f"{'wait':<8} {self.name}: still running"
@@ -119,16 +125,16 @@ class RunningCheck:
 
 
 def output_of(*command: str) -> str:
-    """Return the output of a command. Raises CalledProcessError if the command fails."""
+    """Return a command's stdout as text. Raises CalledProcessError if the command fails."""
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=True)
     return done.stdout.strip()
 
 
-# Checks. On an unexpected machine a check may raise or hang.
+# --- checks, each of which may raise or hang on an unexpected machine
 
 
 def check_python() -> Iterator[Finding]:
-    """Compare Python and the packages with pyproject.toml."""
+    """Yield findings about Python and the packages that pyproject.toml requires."""
     from packaging.requirements import Requirement
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -156,7 +162,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_gpus() -> Iterator[Finding]:
-    """Check that GPUs, driver and torch's CUDA version fit together."""
+    """Yield findings about the GPUs, their driver and torch's CUDA version."""
     import torch
 
     cuda, rocm = torch.version.cuda, torch.version.hip
@@ -199,7 +205,7 @@ def _gpu(index: int) -> Finding:
 
 
 def check_kernels() -> Iterator[Finding]:
-    """Check which attention `auto` chooses in bf16, and whether layers can be compiled."""
+    """Yield which attention kernel `auto` chooses in bf16, and whether layers can be compiled."""
     import torch
 
     from utils.kernels.varlen import AttentionNeeds, find_kernels
@@ -217,7 +223,7 @@ def check_kernels() -> Iterator[Finding]:
 
 
 def check_host() -> Iterator[Finding]:
-    """Check cores, memory and shared memory."""
+    """Yield findings about cores, memory and shared memory (/dev/shm)."""
     from utils.host.machine import memory_room_bytes
 
     cores, room = len(os.sched_getaffinity(0)), memory_room_bytes() / 2**30
@@ -229,7 +235,7 @@ def check_host() -> Iterator[Finding]:
 
 
 def check_slurm() -> Iterator[Finding]:
-    """Check slurm/cluster.env and Slurm's partitions."""
+    """Yield findings about slurm/cluster.env and about Slurm's partitions."""
     if not shutil.which("sbatch"):
         what = "no Slurm here (no sbatch on PATH): jobs are submitted on a login node"
         yield Finding("option", what)
@@ -251,7 +257,7 @@ def check_slurm() -> Iterator[Finding]:
 
 
 def check_tokens() -> Iterator[Finding]:
-    """Check .env and its mode, and which tokens are set, without showing a value."""
+    """Yield whether .env is readable by its owner only, and the names of the tokens in .env."""
     path = ROOT / ".env"
     try:
         taken = load_env_file(path)
@@ -264,7 +270,7 @@ def check_tokens() -> Iterator[Finding]:
 
 
 def check_hub() -> Iterator[Finding]:
-    """Check the Hub's cache, the connection and the token."""
+    """Yield findings about the Hub's cache, the connection to the Hub and the token."""
     from huggingface_hub import HfApi, constants, get_token
 
     yield from check_disk(Path(constants.HF_HOME), "HF_HOME")
@@ -288,7 +294,10 @@ def check_hub() -> Iterator[Finding]:
 
 
 def check_disk(directory: Path, name: str) -> Iterator[Finding]:
-    """Check free space and write permission for a directory, which need not exist yet."""
+    """Yield whether a directory is writable, and the free space. It need not exist yet.
+
+    name: the setting that names the directory.
+    """
     there = next(each for each in (directory, *directory.absolute().parents) if each.exists())
     try:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".stoker-doctor-") as file:
