@@ -1,11 +1,12 @@
-"""The dry run of a job that Slurm holds in the queue; slurm/submit.sh releases it on exit code 0.
+"""The dry run of a job that Slurm holds in the queue. slurm/submit.sh then releases the job.
 
     python -m utils.submit.check DIRECTORY FIELDS ANSWER REFUSAL PARTITIONS NODES QOS
         COUNT OPTIONS... JOB_SCRIPT ARGUMENTS...
 
-DIRECTORY: where sbatch was called. FIELDS: names of squeue's fields, joined by commas. ANSWER:
-squeue's output for the job: the value of each field, padded to WIDTH bytes, so that text in a value
-cannot look like another field. REFUSAL to QOS: see SlurmAnswers. COUNT: the number of OPTIONS.
+The job is released on exit code 0. DIRECTORY: where sbatch was called. FIELDS: names of squeue's
+fields, joined by commas. ANSWER: squeue's output for the job. It has the value of each field,
+padded to WIDTH bytes, so that text in a value cannot look like another field. REFUSAL to QOS: see
+SlurmAnswers. COUNT: the number of OPTIONS.
 """
 
 import contextlib
@@ -41,7 +42,10 @@ _DEFAULT_LEAD_S = 60  # Slurm's default if --signal has no time
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check a held job and return the exit code of its dry run. Raises ConfigurationError."""
+    """Check a job that Slurm holds in the queue; return the exit code of its dry run.
+
+    Raises ConfigurationError if the job could never run with its resources and settings.
+    """
     directory, fields, answer, *words = sys.argv[1:] if argv is None else argv
     answers, (count, *words) = SlurmAnswers(*words[:4]), words[4:]
     options, (job_script, *arguments) = words[: int(count)], words[int(count) :]
@@ -94,13 +98,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_log_folder(log)
         output_dir = early_settings(first[1:]).get("output_dir")
         if output_dir and not is_sweep:
-            with contextlib.suppress(OSError):  # only status.py reads it
+            with contextlib.suppress(OSError):  # only status.py reads this note
                 note_submitted(job["JobID"], Path(str(output_dir.value)), log)
     return code
 
 
 def job_fields(fields: str, answer: str) -> dict[str, str]:
-    """Return the fields of the held job, by name. Raises UnfitClusterError without a job."""
+    """Return {field: value} of the held job. answer: squeue's output, see the module's docstring.
+
+    Raises UnfitClusterError if squeue does not know the job.
+    """
     job, text = {}, os.fsencode(answer)
     for at, name in enumerate(fields.split(",")):
         job[name] = os.fsdecode(text[at * WIDTH : (at + 1) * WIDTH].strip())
@@ -110,13 +117,16 @@ def job_fields(fields: str, answer: str) -> dict[str, str]:
 
 
 def note_bad_nodes(options: Sequence[str], kind: str, partition: str) -> None:
-    """Print the nodes of the job that a requeue would leave out, with their faults."""
+    """Print the nodes of a partition with recorded faults, and the option that excludes them.
+
+    kind: the name of the job script.
+    """
     given = " ".join(options)
     if re.search(r"(^| )(--nodelist|-w)", given):
         return  # the user has chosen
     excluded = expand_hosts(",".join(re.findall(r"(?:^| )(?:--exclude[= ]|-x ?)(\S+)", given)))
     bad: list[str] = []
-    with contextlib.suppress(OSError):  # an unreadable ledger, or no sinfo, stops no job
+    with contextlib.suppress(OSError):  # submit the job even without a ledger or sinfo
         if faults := bad_nodes(read_ledger()[0]):
             command = ["sinfo", "--noheader", "--Node", "--format=%N", f"--partition={partition}"]
             shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
@@ -128,9 +138,10 @@ def note_bad_nodes(options: Sequence[str], kind: str, partition: str) -> None:
 
 
 def make_log_folder(log: str) -> None:
-    """Make the folder of the log: without it, Slurm ends the job at once without a word.
+    """Make the folder of the log. Without it, Slurm ends the job at once and prints no message.
 
-    Raises ConfigurationError if this fails. A folder whose name Slurm completes is left alone.
+    Raises ConfigurationError if this fails. A folder with "%" in its name is not made, because
+    Slurm replaces the "%" pattern.
     """
     folder = Path(log).parent
     if "%" in str(folder) or folder.is_dir():
@@ -175,7 +186,7 @@ def report_end(job: Mapping[str, str], options: Sequence[str], job_script: Path)
 
 
 def gpus_per_node(job: Mapping[str, str]) -> int:
-    """Return the number of GPUs per node. Jobs request GPUs per node, per task or per job."""
+    """Return the number of GPUs per node, also if the job requests GPUs per task or per job."""
     nodes = int(job["NumNodes"])
     return (
         count_gpus(job["tres-per-node"])
@@ -185,7 +196,10 @@ def gpus_per_node(job: Mapping[str, str]) -> int:
 
 
 def given_last(name: str, variable: str, options: Sequence[str], job_script: Path) -> str:
-    """Return an option that squeue does not show, by `options`, `variable` or #SBATCH; else ""."""
+    """Return the value of an sbatch option that squeue does not show; "" if it is not given.
+
+    The last value counts, in this order: #SBATCH lines, the environment `variable`, `options`.
+    """
     lines = job_script.read_text(encoding="utf-8", errors="replace").splitlines()
     head = [line for line in lines if line.startswith("#SBATCH")]
     text = " ".join([*head, f"--{name}={os.environ.get(variable, '')}", *options])
@@ -195,16 +209,17 @@ def given_last(name: str, variable: str, options: Sequence[str], job_script: Pat
 def signal_lead_s(options: Sequence[str], job_script: Path) -> int | None:
     """Return the seconds from the stop signal to the time limit; None if no signal reaches the run.
 
-    Only with `B:` does Slurm signal the job script, which passes the signal to all nodes.
+    The option must be B:USR1@SECONDS: with B:, Slurm signals the job script, which signals all
+    nodes.
     """
     match = _SIGNAL.fullmatch(given_last("signal", "SBATCH_SIGNAL", options, job_script))
     return int(match[1] or _DEFAULT_LEAD_S) if match else None
 
 
 def dry_run_command(kind: str, arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of `python` for the dry run of a job. kind: name of the job script.
+    """Return the arguments of `python` for the dry run of a job. kind: the name of the job script.
 
-    Raises ConfigurationError for a script that does not know --dry_run and would start training.
+    Raises ConfigurationError for a script without --dry_run, which would start training.
     """
     if kind == "sweep_job.sh":
         if len(arguments) != 1:

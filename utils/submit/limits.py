@@ -1,4 +1,4 @@
-"""Requests that Slurm can never satisfy, which would wait in the queue for ever."""
+"""Requests that Slurm can never satisfy. Jobs with them would wait in the queue for ever."""
 
 import math
 import re
@@ -33,7 +33,7 @@ class SlurmAnswers:
 
 
 def check_request(job: Mapping[str, str], gpus: int, answers: SlurmAnswers) -> list[str]:
-    """Return notes on limits that Slurm did not tell. `gpus`: GPUs per node of the job.
+    """Return notes on limits that could not be checked. gpus: GPUs per node of the job.
 
     Raises UnfitClusterError if none of the job's partitions can ever start the job.
     """
@@ -65,7 +65,10 @@ def check_request(job: Mapping[str, str], gpus: int, answers: SlurmAnswers) -> l
 def _qos_limits(
     job: Mapping[str, str], partition: Mapping[str, str], table: str
 ) -> dict[str, str] | None:
-    """Return the limits of the QOS of job and partition; None if sacctmgr does not show them."""
+    """Return {limit: value} from the QOS of job and partition; None if sacctmgr lacks a QOS.
+
+    table: sacctmgr's output.
+    """
     rows = {}
     for line in table.splitlines():
         name, *values = line.split("|")
@@ -84,7 +87,7 @@ def _qos_limits(
 def _faults(
     job: Mapping[str, str], gpus: int, partition: Mapping[str, str], qos: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield why a partition can never start a job, and what to give instead."""
+    """Yield messages: why a partition can never start a job, and what to request instead."""
     place, nodes = f"partition {partition['PartitionName']}", int(job["NumNodes"])
     limits = [(f"QOS {qos['names']}", qos.get("MaxWall", ""))]
     if "PartitionTimeLimit" not in qos["flags"]:
@@ -115,7 +118,10 @@ def _faults(
 def _check_nodes(
     job: Mapping[str, str], gpus: int, names: list[str], answers: SlurmAnswers
 ) -> None:
-    """Raise UnfitClusterError if no node of the partitions `names`, up or down, fits the job."""
+    """Raise UnfitClusterError if no node in the partitions `names` is large enough for the job.
+
+    Nodes that are down count as well.
+    """
     rows = [line.split("|") for line in answers.nodes.splitlines()]
     nodes = [dict(zip(_COLUMNS, row[1:], strict=False)) for row in rows if row[0] in names]
     options = []
@@ -142,7 +148,7 @@ def _check_nodes(
 
 
 def _number(text: str) -> float:
-    """Return a number of Slurm, such as 1.50K for 1536 cores or 64+; 0 for N/A."""
+    """Return a number that Slurm printed: 1536 for 1.50K, 64 for 64+, 0 for N/A."""
     number = re.match(r"([\d.]+)([KMGT]?)", text)
     return float(number[1]) * _UNITS[number[2]] if number else 0.0
 

@@ -1,4 +1,4 @@
-"""Sweep files, each of which describes several runs, called points: list or check the points.
+"""Sweep files. A sweep file describes several runs, called points.
 
     python -m utils.submit.sweep points FILE          number, name and state of every point
     python -m utils.submit.sweep point FILE INDEX     a point's script and arguments, NUL-terminated
@@ -39,7 +39,7 @@ _LONGEST_NAME = 120
 
 @dataclass(frozen=True)
 class Sweep:
-    """A valid sweep. Paths are relative to the repository's root.
+    """A valid sweep of several runs (points). Paths are relative to the repository's root.
 
     points: {name of the point's directory in `output_dir`: script and arguments}.
     """
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_sweep(file: str) -> Sweep:
-    """Return the sweep in a file. Raises ConfigurationError with all faults of the file."""
+    """Return the sweep in a file. One ConfigurationError lists all faults of the file."""
     try:
         content = load_file(Path(file))
     except YamlError as error:
@@ -122,7 +122,10 @@ def read_sweep(file: str) -> Sweep:
 def _setting_faults(
     fixed: Mapping[str, Any], grid: Mapping[str, list[Any]]
 ) -> Iterator[tuple[str, str]]:
-    """Yield ("settings" or "grid", fault) for each setting that cannot be a flag of a point."""
+    """Yield (key of the sweep file, fault) for each setting that cannot be a command line flag.
+
+    fixed: the settings of all points. grid: {setting: values}.
+    """
     settings = [("settings", name, value) for name, value in fixed.items()]
     settings += [("grid", name, value) for name, values in grid.items() for value in values]
     for key, name, value in settings:
@@ -145,7 +148,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def point_name(settings: Mapping[str, Any]) -> str:
-    """Return the name of a point's directory, as in `learning_rate=0.001,seed=2`."""
+    """Return the name of a point's directory, such as `learning_rate=0.001,seed=2`."""
     return ",".join(
         f"{name}={_UNSAFE.sub('_', '+'.join(_texts(value)))}" for name, value in settings.items()
     )

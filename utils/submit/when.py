@@ -2,9 +2,9 @@
 
     python -m utils.submit.when DIRECTORY GPU COUNT OPTIONS... JOB_SCRIPT ARGUMENTS...
 
-Slurm forecasts the starts (sbatch --test-only); nothing is submitted. A dry run for each number of
-nodes checks batch and memory. A run that has trained tells its speed. Otherwise the dry run
-forecasts the speed of a GPU, named as in --assume (H100-80GB); GPU may be empty.
+Slurm forecasts when the jobs start (sbatch --test-only). Nothing is submitted. A dry run for each
+number of nodes checks batch size and memory. If the run has already trained, its measured speed is
+used. Otherwise the dry run forecasts the speed of GPU, a name as in --assume (H100-80GB) or empty.
 """
 
 import datetime
@@ -31,9 +31,9 @@ from utils.observe.history import read_run
 from utils.submit.check import ONE_NODE, dry_run_command, signal_lead_s
 from utils.submit.limits import count_gpus
 
-STARTUP_S = 300.0  # assumed until the run has started in a job
+STARTUP_S = 300.0  # from a job's start to its first step; assumed until a job has measured it
 REQUEUE_S = 120.0  # Slurm's delay before a requeued job starts again
-FAR_S = 300 * 24 * 3600.0  # behind jobs without a time limit Slurm names a year like 2027 or 4068
+FAR_S = 300 * 24 * 3600.0  # a later forecast means that jobs without a time limit are ahead
 SAME = "All rows are the same training: the global batch does not depend on the number of GPUs."
 NOT_SAME = "The rows are different trainings: give global_batch_size, then all have the same batch."
 NOTES = """\
@@ -43,7 +43,10 @@ each requeue the job is assumed to wait as long as now. Nothing was submitted.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a row for each choice, and the command for the best one. Raises ConfigurationError."""
+    """Print start and end for each node count and time limit, and the command of the best choice.
+
+    Raises ConfigurationError if the job cannot be forecast.
+    """
     directory, gpu, count, *words = sys.argv[1:] if argv is None else argv
     options, script = words[: int(count)], words[int(count) :]
     kind, now_s = Path(script[0]).name, time.time()
@@ -57,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     trainings = set[tuple[int, int]]()
     for nodes in sorted({job.nodes} if kind in ONE_NODE else counts):
         begins = ""
-        try:  # ask Slurm first, because a dry run takes longer
+        try:  # ask Slurm before the dry run, which takes longer
             asked = [*options, f"--nodes={nodes}", f"--time={job.time}", *script]
             begins = f"starts {date(start_s(asked, directory, now_s))}, "
             run_s, startup_s, source, training = work_left(dry_run, nodes, gpus, gpu)
@@ -86,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class Request:
-    """A job as sbatch understood its options. `time` is --time; `gpus` are those of a node."""
+    """A job as sbatch understood its options. time: --time as text. gpus: GPUs per node."""
 
     nodes: int
     time: str
@@ -95,7 +98,11 @@ class Request:
 
 
 def requested(words: Sequence[str], directory: str, kind: str, gpu: str) -> Request:
-    """Return what the job asks for. Raises ConfigurationError for a job without a forecast."""
+    """Return the nodes, time limit and GPUs that the job requests.
+
+    words: sbatch's options and the job script. kind: the name of the job script. Raises
+    ConfigurationError for a job that cannot be forecast, such as a sweep.
+    """
     said = test_only(words, directory)
     job = dict(re.findall(r"^sbatch: (\S+) *: (.*)$", said, re.MULTILINE))
     limit_s = time_limit_s(job.get("time", ""))
@@ -116,10 +123,11 @@ def requested(words: Sequence[str], directory: str, kind: str, gpu: str) -> Requ
 
 
 def limits(asked_s: int, overhead_s: float, run_s: float) -> list[int]:
-    """Return time limits, longest first: parts of the asked one, and one that just suffices.
+    """Return the time limits to compare, in seconds, the longest first.
 
-    `overhead_s` of each start are not training: at most half of the limit. Raises
-    ConfigurationError.
+    They are 1, 1/2, 1/4 and 1/8 of `asked_s`, and the shortest limit in which the training ends.
+    overhead_s: seconds of each job start without training. Limits below twice `overhead_s` are left
+    out. Raises ConfigurationError if `asked_s` itself is too short.
     """
     enough_s = math.ceil(1.1 * (run_s + overhead_s) / 600) * 600
     found = {min(asked_s, enough_s), *(asked_s // part // 60 * 60 for part in (1, 2, 4, 8))}
@@ -133,9 +141,10 @@ def limits(asked_s: int, overhead_s: float, run_s: float) -> list[int]:
 def course(
     wait_s: float, run_s: float, until_signal_s: float, startup_s: float
 ) -> tuple[int, float, float]:
-    """Return the number of job starts, the seconds of all starts together, and those until the end.
+    """Return (number of job starts, seconds in all jobs together, seconds until the training ends).
 
-    Each start trains from its start-up to the stop signal. The job waits before each start.
+    The job waits `wait_s` before each start. Each start trains from the end of its start-up to the
+    stop signal. run_s: seconds of training. until_signal_s: from a job's start to its stop signal.
     """
     starts = math.ceil(run_s / (until_signal_s - startup_s))
     busy_s = run_s + starts * startup_s
@@ -143,12 +152,12 @@ def course(
 
 
 def date(unix_s: float) -> str:
-    """Return a local time as text."""
+    """Return a unix time as local date and time, to the minute."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s))
 
 
 def output_of(command: Sequence[str], env: Mapping[str, str], directory: str = ".") -> str:
-    """Return all that a command prints."""
+    """Return stdout and stderr of a command as one text. directory: where the command runs."""
     done = subprocess.run(
         command, env=env, cwd=directory, text=True, errors="replace", check=False,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -157,13 +166,16 @@ def output_of(command: Sequence[str], env: Mapping[str, str], directory: str = "
 
 
 def test_only(words: Sequence[str], directory: str) -> str:
-    """Return what sbatch says of a job that it does not submit, with the options it understood."""
+    """Return the output of sbatch --test-only: the options as understood and a forecast start."""
     env = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
     return output_of(["sbatch", "--verbose", "--test-only", *words], env, directory)
 
 
 def start_s(words: Sequence[str], directory: str, now_s: float) -> float:
-    """Return the start that sbatch forecasts. Raises ConfigurationError with its refusal."""
+    """Return the start that sbatch forecasts, as unix time, not before `now_s`.
+
+    Raises ConfigurationError with sbatch's message if there is no forecast.
+    """
     said = test_only(words, directory)
     found = re.findall(r"^sbatch: Job \d+ to start at (\S+) ", said, re.MULTILINE)
     if not found:
@@ -177,10 +189,11 @@ def start_s(words: Sequence[str], directory: str, now_s: float) -> float:
 def work_left(
     command: Sequence[str], nodes: int, gpus: int, gpu: str
 ) -> tuple[float, float, str, tuple[int, int]]:
-    """Return the seconds of training and of a start-up, and how they are known, by a dry run.
+    """Return (seconds of training left, seconds of a start-up, where these are from, totals).
 
-    The last value has the steps and tokens of the whole training. Raises ConfigurationError if the
-    dry run refuses, or if the speed is not known.
+    command: the dry run. gpus: GPUs per node. gpu: a GPU's name, or "". totals: the steps and
+    tokens of the whole training. Raises ConfigurationError if the dry run refuses, or if the speed
+    is not known.
     """
     ranks = nodes * (gpus or int(os.environ.get(PROCESSES, "1")))
     env = {name: text for name, text in os.environ.items() if name not in LAUNCHER_VARIABLES}
@@ -201,7 +214,7 @@ def work_left(
     run, left = read_run(Path(folder), whole=False), steps - int(done)
     if left <= 0 or "a start would have nothing to do" in said:
         raise ConfigurationError("nothing is left to train")
-    # In an interactive job, without a count of restarts, other commands may have run before.
+    # Interactive jobs have no count of restarts. Other commands may have run in them before.
     first = [start for start in run.starts if str(start.job.get("restart_in_job")) == "0"]
     began = [(start.trained, start.job.get("start_time")) for start in first]
     times = [trained - job for trained, job in began if trained and isinstance(job, float)]
