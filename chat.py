@@ -1,13 +1,13 @@
-"""Talk to the model that a run left.
+"""Chat with the model of a run in the terminal.
 
     python chat.py runs/my-run
     python chat.py runs/my-run --prompt "Why is the sky blue?"
     python chat.py Qwen/Qwen3-0.6B --greedy
 
-MODEL is the directory of a run (its final/, else its newest committed checkpoint), of a model or of
-an adapter, or a name on the Hub; nothing is written there. A tokenizer without a chat template
-continues texts as they are. Tokens are sampled as the model's generation_config.json says, unless
-flags say otherwise. Answers go to stdout, everything else to stderr.
+MODEL is the directory of a run (its final/, else its newest committed checkpoint), the directory of
+a model or an adapter, or a name on the Hub. Nothing is written there. A tokenizer without a chat
+template continues texts as they are. Tokens are sampled as the model's generation_config.json says,
+unless flags say otherwise. Answers go to stdout, everything else to stderr.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from utils.launch.entry import start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answer one prompt, or a person; returns the exit code."""
+    """Answer --prompt, or hold a conversation in the terminal; return the exit code."""
     from utils.launch.script import configure_environment
 
     configure_environment()  # before the libraries below read it

@@ -5,11 +5,11 @@ r"""Turn documents or chats into a pre-tokenized dataset.
         --output_dir data/my-chats --validation_fraction 0.05
     python prepare_data.py --config recipes/data/smoltalk_qwen3.yaml --models Qwen/Qwen3-8B
 
-Reads text, JSONL, JSON, CSV, Parquet, `datasets` folders or datasets of the Hub, tokenizes them,
-and writes OUTPUT_DIR/tokenizer and one dataset per split. Needs no GPU. `--offline_dir DIR` only
-fetches what jobs without a network need. `--shard I/N` does a share of the work in each job of an
-array, the last of which assembles them; elsewhere `--merge N` does. `--append` adds new sources to
-finished datasets.
+Reads text, JSONL, JSON, CSV, Parquet, `datasets` folders or datasets of the Hub, and tokenizes
+them. Writes OUTPUT_DIR/tokenizer and one dataset per split. Needs no GPU. `--offline_dir DIR` only
+downloads the files that jobs without a network need. `--shard I/N` prepares one of N shares. The
+last job of a Slurm array then assembles the datasets; elsewhere `--merge N` does. `--append` adds
+new sources to finished datasets.
 """
 
 import logging
@@ -20,7 +20,7 @@ from utils.launch.entry import start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare the datasets; returns the exit code."""
+    """Prepare datasets, or only download files (--offline_dir, --models); return the exit code."""
     from utils.config.preparation import parse_preparation
     from utils.host.redaction import install_redaction, load_env_file
     from utils.launch.script import configure_hub
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         fill_offline_dir(arguments)
         return 0
     fetch(arguments)
-    if arguments.sources:  # else only models were to be fetched
+    if arguments.sources:  # without sources, only models are downloaded
         append(arguments) if arguments.append else prepare(arguments)
     return 0
 

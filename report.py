@@ -5,9 +5,9 @@
     python report.py runs/sweep --output sweep.html
     python report.py runs/my-run --png curves.png
 
-RUN is the directory of a run (its output_dir), running, finished or damaged, or a folder of them,
-such as a sweep's. The page is one file: it opens anywhere, without a network. A run writes its own
-when it ends.
+RUN is the directory of a run (its output_dir): running, finished or damaged. RUN may also be a
+folder of run directories, such as a sweep's output_dir. The page is one file that opens anywhere,
+without a network. Each run writes its own page when it ends.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from utils.launch.entry import start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page that the command line asks for, and say where it is."""
+    """Write the report page, print its path and return the exit code."""
     from utils.host.journal_file import printable
     from utils.observe.page import FILE_NAME, run_directories, write_pages
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--png", type=Path, metavar="FILE", help="also a picture (.png, .pdf, .svg; matplotlib)")
     add("--compare", action="store_true", help="compare; a single RUN with the others beside it")
     given = parser.parse_args(argv)
-    gc.disable()  # it would walk through a million parsed lines again and again
+    gc.disable()  # faster: the collector would visit a million parsed lines again and again
     paths = run_directories(given.runs, compare=given.compare)
     page = write_pages(paths, given.output, given.png)
     for path in filter(None, (page, given.png)):

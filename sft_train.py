@@ -15,13 +15,13 @@ from utils.launch.entry import start
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one fine-tuning job, from its recipe to a saved model."""
+    """Run one fine-tuning job, from its recipe to a saved model; return the exit code."""
     from utils.launch.script import configure_environment
 
     configure_environment()  # before the libraries below read it
     from utils.config.settings import parse_fine_tuning
 
-    settings = parse_fine_tuning(argv, description=__doc__)  # the rest is imported if it is sound
+    settings = parse_fine_tuning(argv, description=__doc__)  # before the slow imports below
     from utils.model.config import load_model_config
     from utils.model.weights import load_model
     from utils.plan.run_data import choose_sizes, load_run_data, load_run_tokenizer

@@ -1,4 +1,4 @@
-"""How are my runs? Read from their directories and Slurm's queue, of which nothing is changed.
+"""Show how runs are doing, from their directories and Slurm's queue. Runs are not changed.
 
     python status.py                       all runs below runs/, a line each
     python status.py runs/my-run           one run: progress, time left, speed, losses, what to do
@@ -12,8 +12,8 @@
     python status.py runs/my-run --spikes  the steps at which the loss was far above the usual
     python status.py runs/my-run --step 61 the documents of this step, their losses and texts
 
-It works while a run waits, trains, or after it died, on a login node, within a second; --step loads
-the data and the checkpoint before the step.
+Works on a login node while a run waits or trains, and after a run died. The status takes less than
+a second. Only --step takes longer: it loads the data and the checkpoint before the step.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from utils.launch.entry import start
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options, and refuse those that do not go together."""
+    """Return the parsed options. Exit with an error message for options that exclude each other."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     add = parser.add_argument
@@ -62,7 +62,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Show one run, several, or all below a folder."""
+    """Show the status of one run, of several, or of all below a folder; return the exit code."""
     given = parsed(argv)
     from utils.observe import status_lines as lines
     from utils.observe.space import keep_run, show_space
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         lines.say(show_space(Path(given.space)))
         return 0
     if given.step or given.spikes:
-        lines.read_status(run := Path(given.runs[0]), {})  # refuses other folders
+        lines.read_status(run := Path(given.runs[0]), {})  # raises if the folder is no run
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the output
         if given.step:
             from utils.launch.script import configure_environment
