@@ -6,7 +6,7 @@ saving                SavingTrainer, base class of both trainers: saves and load
                       RNG states, and chooses the best checkpoint
 zero_resharding       converts a DeepSpeed ZeRO checkpoint for another number of ranks
 smoothing             averaged weights (EMA), and noise on the embeddings (NEFTune)
-optimizer             the optimizer of a run (Muon is here); loads an earlier run's state
+optimizer             chooses the optimizer; Muon; loads the optimizer state of an earlier run
 low_precision_adam    AdamW with bf16 or 8-bit moments
 losses                loss by data source and held-out split; load-balancing loss of experts
 callbacks             Callbacks: one named field for each callback of a run

@@ -27,28 +27,29 @@ from utils.training.losses import ExpertBalance, SourceLosses
 from utils.training.optimizer import InheritedOptimizer
 from utils.training.smoothing import AveragedWeights
 
-OWN = "own_callbacks"  # in each checkpoint
+OWN = "own_callbacks"  # key of the user's callbacks in a checkpoint
 
 
 class Stateful(Protocol):
     """An object of the trainer that stores values in each checkpoint and restores them later."""
 
     def state(self) -> dict[str, Any]:
-        """Return JSON values by unique names for a checkpoint to store; collective over ranks."""
+        """Return {unique name: JSON value} for a checkpoint to store; collective over ranks."""
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore own values. `saved` has the values of all objects; in a new run it is empty."""
+        """Restore this object's values from those of all objects; `saved` is {} in a new run."""
 
 
 class DataEpochs(TrainerCallback):
     """A counter of the data's epochs, because Trainer runs all steps as one epoch.
 
-    At the end of a data epoch, it requests the log, evaluation or save whose strategy is "epoch".
+    At the end of a data epoch, the callback requests each of log, evaluation and save that has the
+    strategy "epoch".
     """
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Update `state.epoch`. Request nothing at the last step, because Trainer itself does."""
+        """Update `state.epoch`. The last step needs no requests, because Trainer makes them."""
         sampler = kwargs["train_dataloader"].batch_sampler
         before = sampler.epoch_at(state.global_step - 1)
         state.epoch = sampler.epoch_at(state.global_step)
@@ -60,15 +61,15 @@ class DataEpochs(TrainerCallback):
 
 
 class OwnCallbacks:
-    """The user's callbacks. An ExportableState of transformers resumes with its attributes."""
+    """The user's callbacks. Checkpoints store those derived from transformers' ExportableState."""
 
     def __init__(self, entries: Sequence[str]):
         self.made = {entry: callback_class(entry)() for entry in entries}
 
     def state(self) -> dict[str, Any]:
-        """Return the attributes that the callbacks export; those of rank 0 are saved.
+        """Return the attributes that each callback exports. Checkpoints store rank 0's attributes.
 
-        Raises ConfigurationError for a state that Trainer cannot write into a checkpoint.
+        Raises ConfigurationError if a callback's state has values that are not JSON.
         """
         exporting = {
             entry: each for entry, each in self.made.items() if isinstance(each, ExportableState)
@@ -81,14 +82,14 @@ class OwnCallbacks:
         return {OWN: exported} if exported else {}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore the attributes of callbacks that export some."""
+        """Set the callbacks' attributes to the values in the checkpoint."""
         for entry, attributes in saved.get(OWN, {}).items():
             if entry in self.made:
                 vars(self.made[entry]).update(attributes or {})
 
 
 def _check_json(name: str, value: Any) -> None:
-    """Raise ConfigurationError, with the key, if a value of a callback's state is no JSON."""
+    """Raise ConfigurationError, naming the key, if a value is not JSON; `name` describes it."""
     try:
         json.dumps(value, sort_keys=True)
     except (TypeError, ValueError) as error:
@@ -102,9 +103,9 @@ def _check_json(name: str, value: Any) -> None:
 
 @dataclass
 class Callbacks:
-    """The callbacks of a run and other helper objects; None if the run does not need the object.
+    """The callbacks of a run and other helper objects. Fields for features that are off are None.
 
-    utils/run/finish.py creates them. The trainer calls them by name.
+    utils/run/finish.py creates the objects. The trainer calls them by their field names.
     """
 
     progress: Progress

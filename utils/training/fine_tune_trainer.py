@@ -1,4 +1,4 @@
-"""The trainer of sft_train.py. It has its own module, so that pretrain.py does not import TRL."""
+"""The trainer of sft_train.py, in a module of its own, so that pretrain.py does not import TRL."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ class FineTuneTrainer(PackedTrainer, SFTTrainer):
 
 
 def _new_vectors(adapters: Any, model: Any, new: list[int]) -> dict[str, list[int]]:
-    """Return {embedding or head: ids of new tokens}, without layers that LoRA trains whole."""
+    """Return {embedding or head: ids of new tokens}, without layers in LoRA's modules_to_save."""
     layers = [model.get_input_embeddings()]
     if model.get_output_embeddings().weight is not layers[0].weight:  # it is not tied
         layers.append(model.get_output_embeddings())

@@ -17,14 +17,14 @@ from utils.data.loader import Batch
 from utils.host.collectives import gathered
 from utils.model.loss_head import RouterTerm, balance_loss
 
-# Names in each checkpoint.
+# Keys of these values in a checkpoint.
 UNLOGGED_BY_SOURCE, UNLOGGED_BALANCE = "unlogged_source_losses", "unlogged_aux_loss"
 
 logger = logging.getLogger(__name__)
 
 
 def rank_share(sums: list[float], args: TrainingArguments) -> float:
-    """Return this rank's saved sum, or the mean of all sums if the number of ranks has changed."""
+    """Return this rank's entry of `sums`, or the mean if the number of ranks has changed."""
     same = len(sums) == args.world_size
     return sums[args.process_index] if same else sum(sums) / len(sums)
 
@@ -45,7 +45,7 @@ class SourceLosses:
         self.totals += outputs.by_source
 
     def state(self) -> dict[str, Any]:
-        """Return each rank's sums by source to store in a checkpoint; collective over ranks."""
+        """Return {key: each rank's sums by source} for a checkpoint; collective over ranks."""
         own = dict(zip(self.names, self.totals.T.tolist(), strict=True))
         return {UNLOGGED_BY_SOURCE: gathered(own)}
 
@@ -72,7 +72,7 @@ class ExpertBalance:
 
     The loss depends on how many tokens of the whole global batch each expert gets. If a step has
     several micro-batches, a forward pass without gradients first counts the tokens of each expert.
-    The logged value is not multiplied by the coefficient, as in TRL.
+    As in TRL, the logged value is not multiplied by the coefficient.
     """
 
     def __init__(self, term: RouterTerm, args: TrainingArguments, context_parallel: int = 1):
@@ -83,18 +83,21 @@ class ExpertBalance:
         self.steps = 0
 
     def state(self) -> dict[str, Any]:
-        """Return each rank's sum over the steps not logged yet, and their number; collective."""
+        """Return {key: [each rank's loss sum since the last log, number of steps]}; collective."""
         return {UNLOGGED_BALANCE: [gathered(float(self.total)), self.steps]} if self.steps else {}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore this rank's sum over the steps that were not logged before the checkpoint."""
+        """Restore this rank's loss sum over the steps between the last log and the checkpoint."""
         sums, self.steps = saved.get(UNLOGGED_BALANCE, ([0.0], 0))
         self.total = rank_share(sums, self.args)
 
     def begin_step(
         self, batches: Sequence[Batch], count_assignments: Callable[[Batch], torch.Tensor]
     ) -> None:
-        """Count the tokens of the global batch; of several micro-batches, also by expert."""
+        """Count the global batch's tokens, and with several micro-batches each expert's tokens.
+
+        count_assignments: returns a micro-batch's number of tokens for each expert. Collective.
+        """
         self.steps += 1
         tokens = float(sum(batch["sequence_tokens"].sum() for batch in batches))
         tokens /= self.context_parallel  # so many ranks count the same micro-batch
@@ -105,7 +108,10 @@ class ExpertBalance:
             self.counted = reduce(own, reduction="sum")
 
     def weighted(self, outputs: Any) -> torch.Tensor:
-        """Return a micro-batch's part of the loss, times the number of ranks: DDP divides by it."""
+        """Return a micro-batch's load-balancing loss, to add to its loss; collective over ranks.
+
+        The result is multiplied by the number of ranks, because DDP averages over ranks.
+        """
         assert self.tokens is not None, "begin_step comes first"
         assignments = self.counted
         if assignments is None:
@@ -125,9 +131,9 @@ class ExpertBalance:
 
 
 def mean_loss(state: TrainerState, unlogged: torch.Tensor) -> float:
-    """Return the mean loss over all steps, including those before a resume; collective over ranks.
+    """Return the mean loss over all steps of the run, also before a resume; collective over ranks.
 
-    `unlogged` is this rank's sum over the steps since the last log.
+    `unlogged` is this rank's loss sum over the steps since the last log.
     """
     total, counted = 0.0, 0.0
     for entry in state.log_history:
@@ -147,7 +153,7 @@ class EvaluationTotals:
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)
 
     def add(self, outputs: Any, following: torch.Tensor) -> None:
-        """Add a micro-batch with a summed loss; `following` is the result of `next_labels`."""
+        """Add a micro-batch's loss sum, loss tokens and hits; `following`: from `next_labels`."""
         hits = outputs.get("hits")
         if hits is None:  # compute from all logits; argmax never equals -100
             hits = outputs["logits"].argmax(-1) == following
@@ -155,7 +161,7 @@ class EvaluationTotals:
         self.totals += torch.stack([value.double() for value in own])
 
     def figures(self, prefix: str) -> dict[str, float]:
-        """Return loss, perplexity and accuracy over all loss tokens of the split; collective."""
+        """Return {PREFIX_loss, PREFIX_perplexity, _accuracy and _tokens: value}; collective."""
         loss_sum, tokens, hits = reduce(self.totals, reduction="sum").tolist()
         if not tokens:
             logger.warning("%s: not one loss token in the sequences evaluated: no loss", prefix)

@@ -3,13 +3,14 @@
 In 8 bits, an element is a small float times the scale of its block of elements. The largest element
 of a block is stored as 1 (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization",
 arXiv 2110.02861). A first moment has a sign, 4 bits of exponent and 3 of mantissa. A second moment
-has 5 bits of exponent and 3 of mantissa. It is never rounded to 0, because Adam divides by it (Li
-et al. 2023, "Memory Efficient Optimizers with 4-bit States", arXiv 2309.01507, section 4.1).
+has 5 bits of exponent and 3 of mantissa. A second moment is never rounded to 0, because Adam
+divides by its root (Li et al. 2023, "Memory Efficient Optimizers with 4-bit States", arXiv
+2309.01507, section 4.1).
 
-Each tensor is viewed as (rows, unit). A row is a block of 8-bit codes, or a single element.
-`update` does AdamW's step for some rows, by torch's fused kernel or a compiled formula. Rounding
-uses a table of random words. The table repeats after a number of elements, called a period, and is
-multiplied by another random number in each period.
+Each tensor is viewed as (rows, unit). A row has `unit` elements: a block of 8-bit codes, or a
+single element. `update` does AdamW's step for some rows, by torch's fused kernel or a compiled
+formula. Rounding uses a table of random integers, called words. A period is the range of elements
+that the table covers once. Each period multiplies the table by another random number.
 """
 
 import functools
@@ -34,7 +35,7 @@ FEWEST_ELEMENTS = 4096  # smaller tensors (norms, biases) are not kept in 8 bits
 SCALE = "_scale"  # suffix of the state with a moment's scales, one for each block of codes
 BITS_LOST = 20  # low bits of float32 that 8-bit codes drop; 3 bits of mantissa are left
 MANTISSA_BITS_LOST = 16  # low bits of float32 that bfloat16 drops
-# Elements after which the random words repeat.
+# Length of a period in elements: after so many elements, the table of random words repeats.
 PERIODS = {"cpu": 2**15}  # a period with its temporary tensors stays in the cache
 PERIOD_ELSEWHERE = 2**22  # few kernel launches; temporary tensors of 16 MiB
 _ONE = 0x3F800000 >> BITS_LOST  # the bits of 1.0 in float32 that 8-bit codes keep
@@ -54,12 +55,12 @@ Values = tuple[Tensor, Tensor, Tensor]  # both moments and the weight, float32
 class LowPrecisionAdamW(AdamW):
     """AdamW that updates about 2**15 elements at a time on a CPU, and millions on a GPU.
 
-    The moments are stored as `kept_as`: float32, bfloat16 or int8. They are rounded up or down at
-    random, because rounding to the nearest value would undo small changes: a second moment decays
-    by only a thousandth per step. bfloat16 weights are rounded at random with
-    `stochastic_rounding`, otherwise to the nearest value. The rounding depends only on `seed`, step
-    and index, not on the number of ranks. The compiled step rounds with the same random numbers,
-    but the compiler may reorder sums and products.
+    `kept_as` is the type of stored moments: float32, bfloat16 or int8. Moments are rounded up or
+    down at random, because rounding to the nearest value would undo small changes: a second moment
+    decays by only a thousandth per step. bfloat16 weights are rounded at random with
+    `stochastic_rounding`, otherwise to the nearest value. The rounding depends only on `seed`, the
+    step and the element's index, not on the number of ranks. With `compiled`, torch compiles the
+    step. It rounds with the same random numbers, but may reorder sums and products.
 
     The optimizer loads the state of any AdamW, including torch's. Weights may be shards of rows
     (FSDP2).
@@ -134,10 +135,11 @@ class LowPrecisionAdamW(AdamW):
                 update(part, formula, its_words, table[:, span.period], rounding)
 
     def _cut_into_spans(self) -> None:
-        """Divide weights into spans of one or more periods; set `keys`, which seed each period.
+        """Divide weights into spans (one or more periods each), and set the random key of a period.
 
-        Periods are ranges of the whole tensor and do not depend on how its rows are sharded. The
-        noise of an element is the word at its index in the period, times the period's multiplier.
+        Periods are ranges of the unsharded tensor and do not depend on how its rows are sharded.
+        The noise of an element is the word at its index in the period, times the period's
+        multiplier.
         """
         keys: list[tuple[int, int]] = []  # by period: index of the weight, first element
         for index, weight in enumerate(self._weights()):
@@ -159,7 +161,7 @@ class LowPrecisionAdamW(AdamW):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of any AdamW. torch's method would cast it to the weights' type."""
+        """Load the state of any AdamW. torch's method would cast the state to the weights' type."""
         super().load_state_dict({**state_dict, "state": {}})
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         for weight, name in zip(self._weights(), names, strict=True):
@@ -186,10 +188,11 @@ class LowPrecisionAdamW(AdamW):
 def update(
     part: State, formula: Callable[..., Values], words: Tensor, factors: Tensor, rounding: bool
 ) -> None:
-    """Do the step of `formula` for tensors of (rows, unit). Scales are (rows,), words (rows, unit).
+    """Update the moments and the weight in `part` by one step of `formula`, and round the results.
 
-    `factors` multiply the random words: one for each moment and one for the weight. The weight is
-    rounded at random only with `rounding`.
+    Tensors and `words` are (rows, unit), scales (rows,). `factors` multiply the random words: one
+    factor for each moment and one for the weight. The weight is rounded at random only with
+    `rounding`.
     """
     moments = (moment(part, name) for name in MOMENTS)
     values = formula(part["weight"].float(), part["gradient"].float(), *moments)
@@ -201,7 +204,7 @@ def update(
 def _update_periods(
     part: State, numbers: Tensor, start: Tensor, table: Tensor, words: Tensor, rounding: bool
 ) -> None:
-    """Update rows that may belong to several periods; torch compiles this function."""
+    """Update rows that may span several periods (see `update`); torch compiles this function."""
     at = start[1] + torch.arange(len(part["weight"]), device=start.device)
     factors = table[:, start[0] + at // len(words)].unsqueeze(-1)
     formula = partial(_plain_formula, numbers)
@@ -209,7 +212,7 @@ def _update_periods(
 
 
 def _fused_formula(group: Group, taken: Tensor, *values: Tensor) -> Values:
-    """Do torch's AdamW step in place; `taken` is the number of the step, from 1."""
+    """Do torch's AdamW step in place; return moments and weight. `taken`: the step, from 1."""
     weight, gradient, first, second = values
     beta1, beta2 = group["betas"]
     adamw(
@@ -234,9 +237,9 @@ def _plain_formula(numbers: Tensor, *values: Tensor) -> Values:
 def step_numbers(group: Group, steps: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the eight `numbers` of `_plain_formula` for each weight of a group, (8,) float32.
 
-    `steps` counts the steps of each weight, including this one. The bias corrections are computed
-    on the device, in float64 as in torch. With eight float32 numbers, the view of each weight
-    begins at a multiple of 16 bytes. torch would copy other views at each call.
+    `steps` has each weight's number of steps, including this step. The bias corrections are
+    computed on the device, in float64 as in torch. Eight float32 numbers align each weight's view
+    to 16 bytes. torch would copy unaligned views at each call.
     """
     taken = torch.stack(list(steps)).double()
     (beta1, beta2), lr = group["betas"], group["lr"]
@@ -247,10 +250,10 @@ def step_numbers(group: Group, steps: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 class Span(NamedTuple):
-    """Some rows of a weight, and the position of the first row in the periods of all weights."""
+    """A range of a weight's rows, and where its first row is: the period, and the offset in it."""
 
     rows: slice
-    period: int  # index of the first row's period
+    period: int  # index of the first row's period, among the periods of all weights
     offset: int  # index of the first row in its period
     start: Tensor  # period and offset, on the device
 
@@ -259,10 +262,10 @@ class Span(NamedTuple):
 def compiled_update(
     words: Tensor, types: tuple[tuple[str, torch.dtype], ...], rounding: bool
 ) -> Callable[..., None]:
-    """Return the compiled step for weights whose tensors have these names and types.
+    """Return the compiled step for weights with tensors of these names and types.
 
-    It is compiled with artificial tensors: torch would assume accidental properties of the first
-    weight, such as equal sizes, and compile again for other weights.
+    The step is compiled on artificial tensors. From a real weight torch would assume accidental
+    properties, such as equal sizes, and compile again for other weights.
     """
     compiled = torch.compile(_update_periods, dynamic=True)
     device, shape = words.device, (len(words) + 7, words.shape[1])
@@ -279,7 +282,7 @@ def compiled_update(
 
 
 def _in_rows(tensors: State, unit: int) -> State:
-    """View each tensor as (rows, unit), and scales as (rows,); leave out the step count."""
+    """Return views of a weight's tensors: (rows, unit), scales (rows,); without the step count."""
     return {
         name: local_part(tensor).view(-1, *(() if name.endswith(SCALE) else (unit,)))
         for name, tensor in tensors.items()
@@ -288,7 +291,7 @@ def _in_rows(tensors: State, unit: int) -> State:
 
 
 def local_part(tensor: Any) -> Tensor:
-    """Return this rank's part of a tensor, without gradient; it shares the memory."""
+    """Return this rank's part of a tensor, without gradient, as a view of the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -327,9 +330,9 @@ def round_into(
 ) -> None:
     """Round float32 values (rows, unit) into `part[name]`; overwrites `values`.
 
-    A unit is a block of 8-bit codes, or one element. `random(bits)` returns int32 noise below
-    2**bits. Without it, values are rounded to the nearest. In bfloat16, values that it can hold
-    stay the same, including infinities and torch's NaNs.
+    A row is a block of 8-bit codes, or one element. `random(bits)` returns int32 noise below
+    2**bits. Without `random`, values are rounded to the nearest. Values that bfloat16 represents
+    exactly stay the same, including infinities and torch's NaNs.
     """
     kept, scales = part[name], part.get(name + SCALE)
     if scales is not None:
@@ -342,7 +345,10 @@ def round_into(
 
 
 def _encode(values: Tensor, codes: Tensor, scales: Tensor, added: Tensor | int) -> None:
-    """Write values (blocks, block) as signed int8 or unsigned uint8 codes, and their scales."""
+    """Write values (blocks, block) into `codes`, int8 with signs or uint8 without, and `scales`.
+
+    added: the noise, or half of a step between codes to round to the nearest code
+    """
     torch.amax(values.abs(), dim=-1, out=scales)  # vector_norm takes ten times as long
     scales.clamp_(min=_TINY)
     values.div_(scales.unsqueeze(-1))
@@ -369,7 +375,7 @@ def random_words(device: torch.device, unit: int) -> Tensor:
 
 
 def multipliers(*keys: int | np.ndarray) -> np.ndarray:
-    """Return pseudo-random odd int32 numbers that depend on the keys; uint64 arrays broadcast."""
+    """Return pseudo-random odd int32 numbers that depend on the keys. Array keys broadcast."""
     state = np.zeros(1, dtype=np.uint64)
     for key in keys:
         state = mix(state + np.asarray(key, dtype=np.uint64))

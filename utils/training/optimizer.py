@@ -3,8 +3,8 @@
 Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) averages the gradients of a matrix and
 makes the average orthogonal: about the same direction, with all singular values near 1. The step is
 scaled to the usual size of AdamW's steps (Liu et al. 2025, "Muon is Scalable for LLM Training",
-arXiv 2502.16982), so learning rate and weight decay serve both optimizers. torch.optim.Muon takes
-neither DTensors nor stacked experts.
+arXiv 2502.16982), so one learning rate and one weight decay fit Muon and AdamW. torch.optim.Muon
+supports neither DTensors nor stacked experts.
 """
 
 import logging
@@ -40,11 +40,12 @@ logger = logging.getLogger(__name__)
 def optimizer_of(
     training: TrainingArguments, plan: RunPlan, decaying: Callable[[Any], list[str]]
 ) -> tuple[Any, dict[str, Any]] | None:
-    """Return Trainer's `optimizer_cls_and_kwargs` for an own optimizer, or None for Trainer's.
+    """Return class and arguments of Muon or LowPrecisionAdamW, or None for Trainer's optimizer.
 
-    `decaying` returns the names of the weights that decay. On a GPU LowPrecisionAdamW's step is
-    compiled if the layers are compiled. On a CPU it is never compiled, because the uncompiled step
-    works on chunks that stay in the cache.
+    The result is Trainer's `optimizer_cls_and_kwargs`. `decaying` returns the names of the weights
+    with weight decay. On a GPU LowPrecisionAdamW's step is compiled if the layers are compiled. On
+    a CPU this step is never compiled, because the uncompiled step works on chunks that stay in the
+    cache.
     """
     settings: dict[str, Any] = {
         "lr": training.learning_rate,
@@ -71,8 +72,8 @@ def optimizer_of(
 class InheritedOptimizer(TrainerCallback):
     """The moments and step counts of an earlier run's optimizer, loaded before the first step.
 
-    Its schedule is not loaded. `directory` is a checkpoint, and its optimizer.pt is safe to
-    unpickle.
+    The earlier run's schedule is not loaded. `directory` is a checkpoint. Its optimizer.pt must
+    have been checked to be safe to unpickle.
     """
 
     def __init__(self, directory: Path):
@@ -114,9 +115,10 @@ def _misfit(saved: dict[str, Any], fresh: dict[str, Any], optimizer: Any) -> str
 class MuonAdamW(AdamW):
     """Muon for parameter groups with `muon: True`, AdamW for the others.
 
-    A matrix of Muon has one state, of its own type. A stack of experts, (experts, ., .), counts as
-    many matrices. Under FSDP2 the ranks divide the matrices: each one gathers a matrix, makes it
-    orthogonal and sends the rows back. Experts are sharded by expert, so they stay where they are.
+    Muon stores one average per matrix, in the matrix's type. A stack of experts, (experts, ., .),
+    counts as one matrix per expert. Under FSDP2 the ranks divide the work: each rank gathers the
+    rows of a matrix, makes the matrix orthogonal and sends the rows back. Experts are sharded by
+    expert, so each rank has complete matrices of its experts.
 
     in_bf16: iterate in bfloat16, as torch.optim.Muon does; otherwise in the type of the weights
     """
@@ -142,7 +144,7 @@ class MuonAdamW(AdamW):
         super().step()
 
     def _mean(self, group: dict[str, Any], weight: nn.Parameter) -> Tensor:
-        """Add the gradient to its average; return Nesterov's mean of both, in the gradient."""
+        """Update the average of the gradients; return Nesterov's mean. Overwrites the gradient."""
         state, gradient = self.state[weight], local_part(weight.grad)
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
@@ -168,9 +170,10 @@ def orthogonal(matrices: Tensor, iterations: int) -> Tensor:
 def orthogonal_rows(
     parts: Sequence[Tensor], weights: Sequence[nn.Parameter], iterations: int
 ) -> list[Tensor]:
-    """Return this rank's rows of the orthogonal matrices, given its rows; collective.
+    """Make matrices orthogonal; return this rank's rows of each result. Collective over ranks.
 
-    `weights` come from `_together`: one that the rank has whole, or at most as many as ranks.
+    `parts` are this rank's rows of the matrices, and `weights` a list that `_together` made: one
+    weight with all rows on this rank, or at most one sharded weight for each rank.
     """
     group = _ranks_of(weights[0])
     if group is None:
@@ -191,7 +194,7 @@ def orthogonal_rows(
 
 
 def _together(weights: Sequence[nn.Parameter]) -> list[Sequence[nn.Parameter]]:
-    """Cut weights into lists for `orthogonal_rows`, in the same way on every rank."""
+    """Divide weights into lists for calls of `orthogonal_rows`, in the same way on every rank."""
     divided = [weight for weight in weights if _ranks_of(weight) is not None]
     at_once = distributed.get_world_size(_ranks_of(divided[0])) if divided else 1
     lists = [divided[first : first + at_once] for first in range(0, len(divided), at_once)]
@@ -199,9 +202,9 @@ def _together(weights: Sequence[nn.Parameter]) -> list[Sequence[nn.Parameter]]:
 
 
 def _ranks_of(weight: Any) -> distributed.ProcessGroup | None:
-    """Return the ranks that share the rows of a matrix, None if this rank has whole matrices.
+    """Return the group of ranks that divide the rows of a matrix; None if this rank has all rows.
 
-    Under HSDP they are the ranks of one replica.
+    Under HSDP this group is the ranks of one replica.
     """
     if not isinstance(weight, DTensor) or weight.ndim > 2:
         return None
@@ -213,9 +216,10 @@ def make_muon(
     model: Any, decaying: Callable[[Any], list[str]], weight_decay: float,
     options: dict[str, Any], **settings: Any,
 ) -> MuonAdamW:  # fmt: skip
-    """Return the optimizer of a model.
+    """Return a MuonAdamW optimizer for the trained weights of a model.
 
-    decaying: returns the names of the weights that decay. options: of Muon, see `muon_options`
+    decaying: returns the names of the weights with weight decay. options: Muon's options, the
+    result of `muon_options`
     """
     matrices, names = dict.fromkeys(trained_matrices(model)), set(decaying(model))
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}

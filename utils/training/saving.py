@@ -49,7 +49,7 @@ EXTRA_SAVES = "extra_saves"  # key of our values in a checkpoint's trainer_state
 
 
 class RestoreAtBegin(TrainerCallback):
-    """The first of the callbacks, which calls `restore(loader)` after Trainer resets its sums."""
+    """The first callback: calls `restore(train loader)` once Trainer has reset its loss sums."""
 
     def __init__(self, restore: Callable[[TrainLoader], None]):
         self.restore = restore
@@ -60,7 +60,7 @@ class RestoreAtBegin(TrainerCallback):
 
 
 class SavingTrainer(Trainer):
-    """A Trainer that commits each checkpoint by a manifest file and resumes from it bit for bit.
+    """A Trainer that commits each checkpoint by a manifest file and resumes with the same bits.
 
     extra_saves  steps whose save was not scheduled (a stop, a SAVE file, save_minutes). The
                  checkpoints of these steps cannot become the best one.
@@ -77,7 +77,7 @@ class SavingTrainer(Trainer):
     def _maybe_log_save_evaluate(
         self, tr_loss: torch.Tensor, grad_norm: Any, *others: Any, **named: Any
     ) -> None:
-        """Log, evaluate and save if due; save after an interrupted evaluation."""
+        """Log, evaluate and save if due. If a stop interrupts an evaluation, drop it and save."""
         if self.state.global_step == self.callbacks.progress.first_step:
             self.callbacks.own.state()  # raises now, and not at the first checkpoint
         self.callbacks.guard.take_step(self.state.global_step - 1, grad_norm)
@@ -102,9 +102,10 @@ class SavingTrainer(Trainer):
         """Evaluate. Request a checkpoint if the step is the best or if training ends early.
 
         Trainer sets `skip_scheduler` for an evaluation before the first step. Early stopping and
-        the choice of the best step ignore the metrics of such an evaluation. They are only used if
-        the run resumes at a step whose evaluation a stop prevented. No checkpoint is requested
-        then, because the step has one. Raises NotFiniteError if an earlier step diverged.
+        the choice of the best step ignore the metrics of this evaluation, with one exception: a
+        stop prevented the evaluation of the step at which the run resumes. No checkpoint is
+        requested in this case, because the step has a checkpoint. Raises NotFiniteError if an
+        earlier step diverged.
         """
         self.callbacks.progress.begin(Phase.EVALUATE, self.state.global_step)
         self.callbacks.guard.settle()
@@ -160,7 +161,7 @@ class SavingTrainer(Trainer):
         checkpoints.commit(step, tokens=sum(values["tokens"].values()))
 
     def _name_best_checkpoint(self) -> None:
-        """Record the best step's checkpoint in Trainer's state, if the checkpoint exists."""
+        """Set the best step's checkpoint in Trainer's state, if the checkpoint exists."""
         state, best = self.state, self.state.best_global_step
         if not best:
             return
@@ -170,7 +171,7 @@ class SavingTrainer(Trainer):
             state.best_model_checkpoint = str(directory)
 
     def log_best_checkpoint(self) -> None:
-        """Log the best checkpoint. If the best step has none, warn: final/ is of another step."""
+        """Log the best checkpoint. Warn if the best step has none, so final/ has another step."""
         state, best = self.state, self.state.best_model_checkpoint
         if not state.best_global_step:
             return
@@ -199,7 +200,7 @@ class SavingTrainer(Trainer):
         return values
 
     def _restore(self, loader: TrainLoader) -> None:
-        """Restore what `_collect` returned, and the name of the best checkpoint."""
+        """Restore the values that `_collect` returned, and the name of the best checkpoint."""
         state, step = self.state, self.state.global_step
         states: Any = state.stateful_callbacks
         saved = states.get(OWN_STATE, {})
@@ -227,8 +228,8 @@ class SavingTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save model and tokenizer, without Trainer's training_args.bin, which is a pickle.
 
-        Trainer loads tensors by their names in the model. save_pretrained would use the published
-        names, with a tensor for each expert.
+        Tensors keep their names in the model, because Trainer loads them by these names. By default
+        save_pretrained would write the Hub's names, with one tensor for each expert.
         """
         directory, model = Path(output_dir or str(self.args.output_dir)), self.model
         bare: Any = self.accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -264,7 +265,7 @@ class SavingTrainer(Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
-        """Prepare model and optimizer; load the checkpoint (ZeRO's is converted if needed)."""
+        """Prepare model and optimizer, and load the checkpoint (see `loadable_checkpoint`)."""
         if resume_from_checkpoint is not None:
             self.callbacks.progress.begin(Phase.LOAD, self.state.global_step)
         with loadable_checkpoint(self, resume_from_checkpoint) as loadable:
@@ -280,14 +281,14 @@ class SavingTrainer(Trainer):
 
     @override
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Load by the model's own configuration class: PreTrainedConfig refuses some layers."""
+        """Load with the model's own configuration class; PreTrainedConfig refuses some models."""
         model: Any = self.model
         with mock.patch("transformers.trainer.PreTrainedConfig", type(model.config)):
             super()._load_from_checkpoint(*args, **kwargs)
 
     @override
     def _load_best_model(self) -> None:
-        """Load the best checkpoint unless the run was stopped. Raises StorageError if damaged."""
+        """Load the best checkpoint unless the run was stopped. StorageError if it is damaged."""
         if self.callbacks.stop.stopped or self.state.best_model_checkpoint is None:
             return
         best = Path(self.state.best_model_checkpoint)
@@ -314,9 +315,9 @@ class SavingTrainer(Trainer):
 
 
 def follow_schedule(scheduler: Any) -> None:
-    """Set the learning rate of the next step by this start's schedule, not by the checkpoint's.
+    """Set the learning rate of the next step by the current settings, not by the checkpoint's.
 
-    The two differ only if a setting of the schedule has changed, such as max_steps.
+    The two rates differ only if a setting of the schedule has changed, such as max_steps.
     """
     if isinstance(scheduler, AcceleratedScheduler):  # under DeepSpeed
         scheduler = scheduler.scheduler
@@ -338,7 +339,8 @@ def follow_schedule(scheduler: Any) -> None:
 def save_random_states(directory: Path, args: TrainingArguments) -> None:
     """Save this rank's RNG states as plain numbers and tensors, under Trainer's file name.
 
-    Trainer saves all devices of the node by number, which is wrong on a node with other devices.
+    Trainer would save the states of all devices by their numbers, and a resumed run on a node with
+    other devices would restore wrong states.
     """
     kind, words, *rest = np.random.get_state()
     states = {

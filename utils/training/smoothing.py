@@ -31,7 +31,7 @@ class AveragedWeights(TrainerCallback):
         self.decay, self.resumed, self.steps = decay, resume_from, 0
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore the number of averaged steps from a checkpoint. `load` reads the weights."""
+        """Restore the number of averaged steps from a checkpoint's values. `load` reads weights."""
         self.steps = saved.get(AVERAGED, 0)
 
     def state(self) -> dict[str, Any]:
@@ -90,8 +90,9 @@ def _local(value: Tensor) -> Tensor:
 class EmbeddingNoise:
     """NEFTune: noise on the embeddings in training (Jain et al. 2023, arXiv 2310.05914).
 
-    The noise is uniform between +-alpha / sqrt(length * width). `length` is that of the token's
-    document, as in the authors' code; transformers' hook uses that of the packed sequence.
+    The noise is uniform between +-alpha / sqrt(length * width). `length` is the length of the
+    token's document, as in the authors' code. transformers' hook would use the length of the packed
+    sequence.
     """
 
     def __init__(self, model: Any, alpha: float):
@@ -105,7 +106,7 @@ class EmbeddingNoise:
     ) -> None:
         """Compute document lengths from the document boundaries of the next micro-batch.
 
-        `context`: this rank gets a slice of each of `rows` sequences.
+        `context` (context parallelism): this rank computes a slice of each of `rows` sequences.
         """
         lengths = cu_seq_lens.diff()
         self.lengths = lengths.repeat_interleave(lengths, output_size=tokens)

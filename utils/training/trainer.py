@@ -100,7 +100,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def get_train_dataloader(self) -> TrainLoader:  # type: ignore[override] # stands in for one
-        """Return the loader of the whole run. `_restore` sets the step at which it starts."""
+        """Return the loader for all steps of the run. `_restore` sets the step where it begins."""
         args = self.args
         return TrainLoader(
             self.train_sequences, self.sampler, num_workers=args.dataloader_num_workers,
@@ -110,7 +110,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return a loader of a held-out split, or of its first max_eval_sequences sequences."""
+        """Return a loader of a held-out split, or of a fixed choice of max_eval_sequences."""
         sequences, args = self.eval_splits[eval_dataset], self.args
         context_parallel = self.settings.run.context_parallel
         batches = eval_batches(
@@ -162,10 +162,12 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run a micro-batch, or all of a step if the global batch grows: Trainer's number is fixed.
+        """Return the loss of a micro-batch, after its forward and backward pass.
 
-        FSDP2 adds each micro-batch's gradients over the shards (see tune_strategy). HSDP sums
-        gradients over its copies in the last one of a step.
+        If the global batch grows, `inputs` has all micro-batches of a step, because Trainer only
+        supports a fixed number. FSDP2 reduces the gradients over shards in each micro-batch (see
+        tune_strategy). HSDP sums gradients over its replicas only in the last micro-batch of a
+        step.
         """
         *first, last = inputs if self.sampler.grows else [inputs]
         losses, shards = [], self.accelerator.is_fsdp2
@@ -179,7 +181,7 @@ class PackedTrainer(SavingTrainer):
         return sum(losses, super().training_step(model, last, *args, **kwargs))
 
     def _expert_assignments(self, batch: Batch) -> torch.Tensor:
-        """Return the number of tokens routed to each expert, (experts,), in training mode."""
+        """Return how many tokens of a micro-batch go to each expert in training, (experts,)."""
         model: Any = self.model_wrapped
         model.train()
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -194,7 +196,7 @@ class PackedTrainer(SavingTrainer):
         """Return the summed loss of a micro-batch, divided by the loss tokens of the global batch.
 
         The load-balancing loss of experts is added. A global batch without loss tokens has loss 0.
-        For SFT as well, this calls Trainer's method and not TRL's, which counts the tokens of one
+        Even SFT calls Trainer's method here, not TRL's. TRL's method counts the tokens of one
         sequence and waits for the device.
         """
         assert isinstance(num_items_in_batch, torch.Tensor), "see get_batch_samples"
@@ -216,7 +218,7 @@ class PackedTrainer(SavingTrainer):
     def prediction_step(
         self, model: nn.Module, inputs: Batch, *_: Any, **__: Any
     ) -> tuple[None, None, None]:
-        """Add a micro-batch to the totals of the split."""
+        """Add a micro-batch's loss to the totals of the held-out split; return no outputs."""
         prepared = self._prepare_inputs(inputs)
         prepared.pop("sequence_tokens", None)  # no load-balancing loss in an evaluation
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -233,7 +235,7 @@ class PackedTrainer(SavingTrainer):
     def evaluation_loop(  # type: ignore[override] # Trainer gives all but the loader by name
         self, dataloader: Any, metric_key_prefix: str = "eval", **others: Any
     ) -> EvalLoopOutput:
-        """Evaluate a split. Return means over its loss tokens; Trainer's are of micro-batches."""
+        """Evaluate a split. The metrics are means over loss tokens; Trainer averages batches."""
         self._eval_totals = EvaluationTotals(self.args.device)
         split = metric_key_prefix.removeprefix("eval_")
         self.callbacks.progress.begin_split(split, len(dataloader))
@@ -275,7 +277,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Train all steps: this is Trainer's only epoch."""
+        """Train all steps. Trainer sees all steps of the run as one epoch."""
         self.callbacks.progress.begin_step(self.state.global_step + 1)
         alone = self.accelerator.distributed_type == DistributedType.NO
         if self.settings.run.ddp_comm_hook and not alone:
@@ -289,8 +291,8 @@ class PackedTrainer(SavingTrainer):
     def _try_longest(self, model: nn.Module) -> None:
         """Run a forward and a backward pass on one micro-batch of padding; drop its gradients.
 
-        This shows within seconds whether the longest micro-batch fits into memory. It also lets DDP
-        arrange its gradient buckets, so that a resumed run has the same buckets.
+        The pass shows within seconds whether the longest micro-batch fits into memory. It also lets
+        DDP arrange its gradient buckets, so that a resumed run has the same buckets.
         """
         padding = [PADDING_SEQUENCE] * self.args.per_device_train_batch_size
         longest = self.train_sequences.padded(to_longest=False)
@@ -303,7 +305,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log. Training logs get the callbacks' metrics; the summary gets the run's mean loss."""
+        """Log `logs`, with the callbacks' metrics in a training log, the mean loss in a summary."""
         if "loss" in logs:
             logs.update(self.callbacks.metrics())
         if "train_loss" in logs:

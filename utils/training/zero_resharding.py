@@ -30,8 +30,8 @@ guard_loading("zero")
 from deepspeed.checkpoint import ds_to_universal
 ds_to_universal.main(ds_to_universal.parse_arguments())
 """
-# The converter's numbers of processes. An extracting process holds a rank's whole file in memory, a
-# merging process one parameter.
+# The converter's numbers of processes. An extracting process has one rank's complete file in
+# memory, a merging process one parameter.
 EXTRACTING, MERGING = 4, 8
 
 
@@ -39,8 +39,9 @@ EXTRACTING, MERGING = 4, 8
 def loadable_checkpoint(trainer: Trainer, checkpoint: str | None) -> Iterator[str | None]:
     """Yield a checkpoint directory that the current number of ranks can load.
 
-    This is the checkpoint itself, or a temporary conversion if another number of ranks wrote it
-    under ZeRO. Collective over ranks. Raises StorageError on all ranks.
+    This is `checkpoint` itself, or a temporary conversion if another number of ranks wrote
+    `checkpoint` under ZeRO. Collective over ranks. Raises StorageError on all ranks if the
+    conversion fails.
     """
     here = ranks = trainer.args.world_size
     if checkpoint is not None and trainer.is_deepspeed_enabled:
