@@ -20,7 +20,7 @@ PADDING = "attention_mask"
 LABELS = "labels"
 LOSS_MASKS = ("assistant_masks", "completion_mask", LABELS)
 IGNORED_LABEL = -100
-# Names of loss masks in other toolkits. Those in the last line are 1 for tokens not trained on.
+# Names of loss masks in other toolkits. Masks in the last line are 1 for tokens not trained on.
 FOREIGN_MASKS = (
     *("loss_mask", "loss_masks", "assistant_mask", "completion_masks", "response_mask"),
     *("train_mask", "target_mask", "labels_mask"),
@@ -35,7 +35,7 @@ STATE_FILE = "state.json"
 # would otherwise be read as a shorter dataset.
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
-# Lists (chunk, start, stop) with an item per segment: values[chunk][start:stop] of a ListColumn.
+# Lists of chunk, start and stop of each segment: its values are values[chunk][start:stop].
 Bounds = tuple[list[int], list[int], list[int]]
 
 logger = logging.getLogger(__name__)
@@ -62,13 +62,13 @@ class ListColumn:
         return [values[chunk][start:stop] for chunk, start, stop in zip(*bounds, strict=True)]
 
     def bounds(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Bounds:
-        """Return the chunk, start and stop of values [start, stop) of each document."""
+        """Return where values [start, stop) of each document are: chunk, start and stop in it."""
         chunks = self.first_documents.searchsorted(documents, side="right") - 1
         base = self.offsets[documents] - self.offsets[self.first_documents[chunks]]
         return chunks.tolist(), (base + starts).tolist(), (base + stops).tolist()
 
     def documents(self, chunk: int, first: int, last: int) -> np.ndarray:
-        """Return the values of documents [first, last) as one flat array; all are in `chunk`."""
+        """Return the values of documents [first, last), which are in one chunk, as a flat array."""
         base = self.offsets[self.first_documents[chunk]]
         return self.values[chunk][self.offsets[first] - base : self.offsets[last] - base]
 
@@ -101,7 +101,10 @@ def find_split(path: str | Path, default_split: str = "train") -> Path:
 
 
 def data_files(directory: Path) -> list[Path]:
-    """Return a split's Arrow files in the order of state.json. Raises ConfigurationError."""
+    """Return a split's Arrow files in the order of state.json.
+
+    Raises ConfigurationError if state.json lists no usable files.
+    """
     state = read_object(directory / STATE_FILE)
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise ConfigurationError(
@@ -120,20 +123,20 @@ def data_files(directory: Path) -> list[Path]:
 
 
 def loss_mask_among(names: Iterable[str]) -> str | None:
-    """Return the column name that is a loss mask (see LOSS_MASKS), or None if no name is."""
+    """Return the first of LOSS_MASKS that is among these column names, or None."""
     return next((name for name in LOSS_MASKS if name in names), None)
 
 
 def trained_on(loss_mask: str, values: np.ndarray) -> np.ndarray:
-    """Return for each value of the column `loss_mask` whether the token is trained on (bool)."""
+    """Return which tokens are trained on (bool), by the values of the column `loss_mask`."""
     return values != IGNORED_LABEL if loss_mask == LABELS else values != 0
 
 
 def open_columns(directory: Path, files: Sequence[Path] | None = None) -> dict[str, ListColumn]:
-    """Open the columns that training reads, by name; all columns share one array of offsets.
+    """Return {name: column} of the columns that training reads; they share one array of offsets.
 
-    `files`: the Arrow files; None: those in state.json. Raises ConfigurationError for damaged
-    files, and for columns whose meaning is unclear.
+    `files`: the Arrow files, by default the files in state.json. Raises ConfigurationError for
+    damaged files, and for column names with an unclear meaning.
     """
     table = _read_table(directory, data_files(directory) if files is None else files)
     names = table.schema.names
@@ -161,7 +164,7 @@ def open_columns(directory: Path, files: Sequence[Path] | None = None) -> dict[s
 
 
 def schema_problems(names: Collection[str]) -> list[str]:
-    """Return what is wrong with the column names of tokenized rows."""
+    """Return messages about column names of tokenized rows that are missing or ambiguous."""
     masks = [name for name in LOSS_MASKS if name in names]
     problems = []
     if TOKENS not in names:

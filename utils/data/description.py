@@ -1,8 +1,8 @@
 """The description of a split: statistics, a fingerprint of the content, and the origin.
 
-Data that prepare_data.py wrote has its description in stoker.json. For other data every token is
+A split that prepare_data.py wrote has its description in stoker.json. For other data every token is
 read once, and the description is saved in the disk cache. stoker.json also has the sizes and
-modification times of the files, so that `open_token_dataset` notices changed files.
+modification times of the Arrow files, so that `open_token_dataset` notices changed files.
 """
 
 import hashlib
@@ -79,7 +79,10 @@ class Description:
     earlier: Sequence[Mapping[str, Any]] = field(default_factory=list)
 
     def version(self, fingerprints: Collection[str]) -> "Description":
-        """Return this description, or that of the earlier version with one of `fingerprints`."""
+        """Return the description of the newest version of the split with one of `fingerprints`.
+
+        Each append to the split makes a version. Without a match, return the newest description.
+        """
         if self.fingerprint in fingerprints:
             return self
         found = [each for each in self.earlier if each["fingerprint"] in fingerprints]
@@ -110,7 +113,10 @@ def states_of(files: Sequence[Path]) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def read_description(directory: Path) -> Description | None:
-    """Return the content of stoker.json; None if it is missing. Raises ConfigurationError."""
+    """Return the description in stoker.json, or None without this file.
+
+    Raises ConfigurationError if the file is invalid.
+    """
     path = directory / DESCRIPTION_FILE
     if not path.exists():
         return None
@@ -131,8 +137,8 @@ def measure_once(
 ) -> Description:
     """Return the result of `measure`, from the disk cache if possible.
 
-    The cache key has the paths, order, sizes and modification times of the files. `why`, the reason
-    to measure, is logged if all tokens are read.
+    The cache key has the paths, order, sizes and modification times of the files. If the cache has
+    no result, all tokens are read, and `why` is logged as the reason.
     """
     path = cache_path("statistics", file_states(files))
     found = read_cache(path, Description.from_dict)
@@ -176,7 +182,7 @@ def measure(columns: Mapping[str, ListColumn]) -> Description:
 
 
 def _blocks(tokens: ListColumn) -> Iterator[tuple[int, int, int]]:
-    """Yield (chunk, first, last): documents [first, last) of a chunk, about BLOCK_TOKENS tokens."""
+    """Yield (chunk, first, stop) of blocks of documents with about BLOCK_TOKENS tokens each."""
     ends = np.append(tokens.first_documents[1:], len(tokens.offsets) - 1)
     for chunk, end in enumerate(ends.tolist()):
         first = int(tokens.first_documents[chunk])

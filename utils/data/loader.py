@@ -17,14 +17,14 @@ from utils.data.token_dataset import TokenDataset
 from utils.host.redaction import redact
 from utils.launch.signals import shield_loader_worker
 
-PADDED_TO = 64  # tokens; few lengths, so that kernels are chosen for few shapes
+PADDED_TO = 64  # lengths are multiples of it, in tokens, so that kernels are chosen for few shapes
 
 # A batch from PackedDataset, of B sequences of T tokens:
 # input_ids       (B, T) int32
 # loss_mask       (B, T) bool: which tokens are trained on; never the first token of a segment
 # cu_seq_lens     int32: the starts of all segments in the flattened (B * T) tokens, then B * T. The
 #                 padded tail of a sequence is a segment. No segment is empty, because flash kernels
-#                 would start work for it
+#                 would start work for empty segments
 # loss_positions  int64: the flattened positions from which a trained token is predicted
 # sequence_tokens (B,) int64: tokens of each sequence before its padding
 # sources         (sources, B) bool: the source of each sequence, if there are several sources
@@ -34,9 +34,9 @@ Batch = dict[str, torch.Tensor]
 def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
     """Move a micro-batch to the device, and compute the model's inputs there.
 
-    input_ids, labels and position_ids are (B, T) int64. Labels are not shifted, and -100 for tokens
-    that are not trained on. Positions count from 0 in each segment. max_length_q and max_length_k
-    are an upper bound of the segment lengths. Copies from pinned memory do not block.
+    input_ids, labels and position_ids are (B, T) int64. Labels are not shifted. Tokens that are not
+    trained on have the label -100. Positions count from 0 in each segment. max_length_q and
+    max_length_k are an upper bound of the segment lengths. Copies from pinned memory do not block.
     """
     moved = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
     input_ids, cu_seq_lens = moved.pop("input_ids").long(), moved.pop("cu_seq_lens")
@@ -73,7 +73,8 @@ class PackedDataset(Dataset):
 
     pad_token_id fills the end of a sequence. No document attends to padding, so any id works.
     to_longest: pad a micro-batch to its longest sequence, rounded up to a multiple of PADDED_TO.
-    skipped: rows of each dataset that become padding, so that all others keep their sequences.
+    skipped: for each dataset, indices of documents to leave out. They become padding, so all other
+    documents stay in their sequences.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class PackedDataset(Dataset):
         self.first_of_source = np.cumsum([0, *self.per_source])
 
     def padded(self, to_longest: bool) -> "PackedDataset":
-        """Return these sequences with this `to_longest`."""
+        """Return a copy of this dataset, with the same sequences and this `to_longest`."""
         found = copy.copy(self)
         found.to_longest = to_longest
         return found
@@ -100,8 +101,9 @@ class PackedDataset(Dataset):
     def __getitems__(self, sequences: Sequence[int]) -> Batch:
         """Return the micro-batch of these sequences. PADDING_SEQUENCE is a sequence of padding."""
         count, length = len(sequences), self.sequence_length
-        # One entry per segment, source by source, then one per padded tail: the index of the
-        # sequence in `sequences`, the token ids, and a mask that is not 0 for trained tokens.
+        # These lists have one item for each segment, source by source, then one for each padded
+        # tail. owners: the index of the item's sequence in `sequences`. tokens: the token ids.
+        # trained: a mask that is not 0 for trained tokens.
         owners, tokens, trained = [], [], []
         used = np.zeros(count, dtype=np.int64)  # tokens of each sequence
         sources = np.zeros((len(self.plans), count), dtype=bool)
@@ -151,7 +153,7 @@ class PackedDataset(Dataset):
         return tokens
 
     def documents_in(self, sequences: np.ndarray) -> list[DocumentPart]:
-        """Return the document parts in `sequences`, source by source."""
+        """Return the parts of documents that are in `sequences`, one source after another."""
         parts = []
         for source, _, own in self._by_source(sequences):
             _, segments = self.plans[source].segments_of(own)
@@ -160,7 +162,7 @@ class PackedDataset(Dataset):
         return parts
 
     def _by_source(self, sequences: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield (source, indices into `sequences`, sequence numbers within the source)."""
+        """Yield for each source: its index, indices into `sequences`, and numbers in the source."""
         sources = np.searchsorted(self.first_of_source, sequences, side="right") - 1
         for source in sorted(set(sources[sequences != PADDING_SEQUENCE].tolist())):
             indices = (sources == source).nonzero()[0]
@@ -180,7 +182,7 @@ class TokenCounts:
         self.resume(0, {})
 
     def resume(self, steps: int, tokens: Mapping[str, int]) -> None:
-        """Continue after `steps` steps; `tokens` is `by_name` of the checkpoint."""
+        """Continue after `steps` steps, with `tokens`, the counts in the checkpoint (`by_name`)."""
         self.steps, self.by_name = steps, dict.fromkeys(self.names, 0) | dict(tokens)
 
     def count(self, steps: int) -> int:
@@ -226,7 +228,8 @@ class TrainLoader:
     def __len__(self) -> int:
         """Return the number of micro-batches of the whole run, also after a resume.
 
-        If the global batch grows, Trainer gets a step's micro-batches as one: return the steps.
+        If the global batch grows, return the number of steps: Trainer then gets all micro-batches
+        of a step as one.
         """
         sampler = self.batch_sampler
         return sampler.total_steps if sampler.grows else len(sampler)
@@ -248,7 +251,7 @@ def eval_loader(
     pin_memory: bool = False,
     **options: Any,
 ) -> DataLoader:
-    """Return a DataLoader of micro-batches; `options` are arguments for worker processes."""
+    """Return a DataLoader of the micro-batches in `batches`; `options`: for worker processes."""
     if num_workers == 0:
         options = {}  # without workers, torch refuses options for workers
     return DataLoader(

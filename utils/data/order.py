@@ -49,14 +49,14 @@ def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
 
 
 def derive_keys(seed: int, stream: int, epochs: np.ndarray) -> np.ndarray:
-    """Return a key (uint64) for each (seed, stream, epoch)."""
+    """Return a uint64 key for each epoch; `stream`: a source's index, BLOCK_KEYS or EVAL_KEYS."""
     start = np.full(len(epochs), seed % (1 << 64), dtype=np.uint64)
     keyed = mix(mix(start) + np.asarray(stream).astype(np.uint64))
     return mix(keyed + epochs.astype(np.uint64))
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """Return the splitmix64 output function of each uint64 (Steele, Lea, Flood, 2014)."""
+    """Return a hash of each uint64, splitmix64's output function (Steele, Lea, Flood, 2014)."""
     values = values + GOLDEN
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -80,7 +80,7 @@ def _feistel(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
 class SampleOrder:
     """The endless shuffled stream of sequences from one or several sources.
 
-    Without weights, all sequences of all sources form one list of N sequences. Sample s is entry
+    Without weights, all sequences of all sources form one list of N sequences. Sample s is item
     P(s mod N) of the list, and P is the permutation for (seed, epoch s div N).
 
     `weights` are relative shares of samples, one per source. Every BLOCK samples form a block:
@@ -127,7 +127,7 @@ class SampleOrder:
         return np.array([float(weight / sum(self.weights)) for weight in self.weights])
 
     def epochs_before(self, sample: int) -> list[float]:
-        """Return the epochs of each source that the first `sample` samples cover."""
+        """Return for each source how many of its epochs the first `sample` samples cover."""
         if self.weights is None:
             return [sample / self.total] * len(self.per_source)
         block, inside = divmod(sample, BLOCK)
@@ -148,7 +148,7 @@ class SampleOrder:
         return [*counts, remaining]
 
     def _lay_out(self, block: int) -> np.ndarray:
-        """Return the source of each sample and its number within the source, int64 (2, BLOCK)."""
+        """Return each sample's source and number within the source in a block, int64 (2, BLOCK)."""
         before = np.array(self.samples_before(block * BLOCK), dtype=np.int64)
         counts = np.array(self.samples_before((block + 1) * BLOCK), dtype=np.int64) - before
         keys = derive_keys(self.seed, BLOCK_KEYS, np.full(BLOCK, block))
@@ -217,7 +217,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @property
     def accumulation_steps(self) -> int:
-        """The accumulation for Trainer. If the batch grows, our training_step accumulates."""
+        """Accumulation steps of Trainer: 1 if the batch grows, as training_step accumulates."""
         return 1 if self.grows else self.accumulation_at(0)
 
     def size_at(self, step: int) -> int:
@@ -236,7 +236,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @property
     def last_size_steps(self) -> float:
-        """The run's samples in steps of the last size, for forecasts."""
+        """The number of steps that the run's samples would take at the last batch size."""
         return self.samples_before(self.total_steps) / max(self.sizes.values())
 
     def sequences_of_step(self, step: int) -> np.ndarray:
@@ -250,7 +250,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
 
 def steps_for(samples: float, sizes: Mapping[int, int]) -> int:
-    """Return the number of steps in which at least `samples` samples are trained on."""
+    """Return the least number of steps that train on `samples` samples; `sizes`: by first step."""
     first, size = 0, sizes[0]
     for stop, larger in list(sizes.items())[1:]:
         if samples <= (stop - first) * size:
@@ -265,10 +265,10 @@ def eval_batches(
 ) -> list[list[int]]:
     """Return the evaluation micro-batches of one rank; all ranks together see each sequence once.
 
-    Every rank gets the same number of micro-batches, because the ranks reduce after each one.
-    PADDING_SEQUENCE fills the last micro-batches.
+    Every rank gets the same number of micro-batches, because the ranks reduce after each
+    micro-batch. PADDING_SEQUENCE fills the last micro-batches.
 
-    at_most: evaluate a random choice of so many sequences, the same for every seed and world size.
+    at_most: evaluate a random choice of this many sequences, equal for every seed and world size.
     (The first sequences would all have long documents, because packing sorts by length.)
     """
     numbers = np.arange(sequences)

@@ -34,7 +34,7 @@ class PackPlan:
 
     sequence_offsets  (sequences + 1,) int64; sequence i has the segments from sequence_offsets[i]
                       up to sequence_offsets[i + 1]
-    counts            numbers of split, truncated and left-out documents; keys: words for the log
+    counts            {text for the log, such as "truncated": number of documents}
     left_out_tokens   tokens of overlong documents that are not used
     """
 
@@ -61,7 +61,7 @@ class PackPlan:
         return len(self.segments.document) == self.sequences
 
     def segments_of(self, sequences: np.ndarray) -> tuple[np.ndarray, Segments]:
-        """Return (index, segments of `sequences`): segment i is in sequences[index[i]]."""
+        """Return (index, segments) of `sequences`: segments[i] is in sequences[index[i]]."""
         first = self.sequence_offsets[sequences]
         counts = self.sequence_offsets[sequences + 1] - first
         return np.arange(len(sequences)).repeat(counts), self.segments.take(ranges(first, counts))
@@ -82,8 +82,9 @@ def plan_packing(
                  in_order: documents that fit are not cut, and stay in their order
                  concat: documents in order, cut at the end of a sequence
                  none: one document, or piece of a split document, per sequence
-    on_overlong  for documents longer than a sequence: error, truncate, drop, or split into pieces
-                 that overlap by one token, so that every next-token target occurs exactly once
+    on_overlong  treatment of documents longer than a sequence: error, truncate, drop, or split into
+                 pieces that overlap by one token, so that each token after the first is predicted
+                 exactly once
     has_targets  `TokenDataset.has_targets`, to leave out truncated documents without a target
     where        the dataset's name in errors
 
@@ -137,7 +138,10 @@ def _tokens_used(
     on_overlong: str,
     has_targets: Callable[[np.ndarray, int], np.ndarray] | None,
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Return the number of used tokens of each document (0: left out) and `PackPlan.counts`."""
+    """Return the number of tokens to use of each document (0: none), and counts for the log.
+
+    long: the documents longer than a sequence. The counts are those of PackPlan.
+    """
     used = np.where(lengths < 2, 0, lengths)
     counts = {}
     if on_overlong == "split":
@@ -158,7 +162,7 @@ def _tokens_used(
 def _pieces(documents: np.ndarray, lengths: np.ndarray, sequence_length: int) -> Segments:
     """Cut documents into pieces [0, T), [T - 1, 2T - 1), ... with T = sequence_length.
 
-    A piece repeats the last token of the previous piece, so that no target is lost.
+    A piece repeats the last token of the previous piece, so that its next token is still predicted.
     """
     stride = sequence_length - 1
     counts = (lengths - 1 + stride - 1) // stride
@@ -168,7 +172,7 @@ def _pieces(documents: np.ndarray, lengths: np.ndarray, sequence_length: int) ->
 
 
 def in_order(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the sequence of each piece; a piece that does not fit begins the next sequence."""
+    """Return each piece's sequence number. A piece that does not fit begins the next sequence."""
     ends = np.cumsum(lengths, dtype=np.int64)
     firsts = [0]  # the first piece of each sequence
     while firsts[-1] < len(lengths):
@@ -180,12 +184,13 @@ def in_order(lengths: np.ndarray, capacity: int) -> np.ndarray:
 def _concatenated(
     documents: np.ndarray, lengths: np.ndarray, capacity: int
 ) -> tuple[np.ndarray, Segments]:
-    """Cut the concatenated documents into sequences; return offsets and segments.
+    """Cut the concatenated documents into sequences; return `PackPlan`'s offsets and segments.
 
-    lengths: (documents,) integers >= 2
+    documents: indices of the documents; lengths: (documents,) integers >= 2
 
-    If a sequence ends inside a document, the next sequence repeats the last token, so that no
-    target is lost. If only the first token of a document fits, its place stays empty.
+    If a sequence ends inside a document, the next sequence repeats the last token, so that the
+    following token is still predicted. If only the first token of a document fits into a sequence,
+    the last position of the sequence stays empty.
     """
     ends = np.cumsum(lengths)
     total = int(ends[-1])
@@ -221,17 +226,18 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
     lengths: (pieces,) integers in [1, capacity]
 
-    Longer pieces are placed first, equal ones by index. A piece goes to the fullest sequence that
-    has room for it, or opens the next sequence. Pieces of one length are placed together, with the
-    same result: the sequence that took a piece remains the fullest until it is too full for
-    another. So the work grows with the number of different lengths and free spaces.
+    Longer pieces are placed first, and pieces of equal length in order. A piece goes to the fullest
+    sequence that has room for the piece, or opens the next sequence. Pieces of equal length are
+    placed together. The result is the same, because the sequence that took a piece remains the
+    fullest until it is too full for another piece. So the work grows with the number of different
+    lengths and free spaces.
     """
     # numpy sorts 16-bit keys by radix, four times as fast.
     key_type = np.uint16 if capacity < 1 << 16 else np.int64
     order = np.argsort((capacity - lengths).astype(key_type), kind="stable")
     counts = np.bincount(lengths, minlength=capacity + 1)
-    # Pieces are placed in batches, in the order of `order`. `taking` has the sequences of all
-    # batches; `each_takes` and `in_batch` have the pieces per sequence and sequences of each batch.
+    # Pieces are placed in batches, in the order of `order`. taking: the sequences that take pieces,
+    # batch by batch. For each batch, each_takes: pieces per sequence; in_batch: its sequences.
     taking: list[int] = []
     each_takes: list[int] = []
     in_batch: list[int] = []

@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 
 # In a held-out split below these sizes, the noise of the loss is larger than most effects.
 FEW_DOCUMENTS, FEW_LOSS_TOKENS = 50, 10_000
-READ_AGAIN_TOKENS = 2**32  # reading so many tokens takes about a minute
+READ_AGAIN_TOKENS = 2**32  # reading this many tokens takes about a minute
 ROWS_LOOKED_AT = 4096  # rows that are checked for padding, spread over the dataset
-PADDING_RUN = 4  # so many equal tokens at the start or end of a row may be padding
+PADDING_RUN = 4  # this many equal tokens at the start or end of a row may be padding
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class TokenDataset:
     """The documents of one split, in order, read from memory-mapped Arrow files.
 
     Pickling stores only paths and description, and unpickling in a data worker opens the files.
-    The files are in `folder`, which is `path` or its copy.
+    The files are read from `folder`, which is `path` or a copy of `path`.
     """
 
     path: Path
@@ -64,12 +64,15 @@ class TokenDataset:
 
     @property
     def loss_mask(self) -> str | None:
-        """The column that tells which tokens are trained on; None: all tokens are."""
+        """Name of the column that marks trained tokens, or None if all tokens are trained on."""
         return self.description.loss_mask
 
     @property
     def tokenizer_path(self) -> Path | None:
-        """Folder of the tokenizer that made the dataset, if known. Raises ConfigurationError."""
+        """Folder of the tokenizer that made the dataset, or None if unknown.
+
+        Raises ConfigurationError if the description names a folder that is not beside the split.
+        """
         path = self.description.tokenizer.get("path")
         if not path:
             return None
@@ -122,14 +125,15 @@ def open_token_dataset(
 ) -> TokenDataset:  # fmt: skip
     """Open a split, or `default_split` of a folder of splits.
 
-    `staged`: the folder of the split, and its copy that is read instead.
+    `staged`: the folder of the split, and a copy of this folder to read instead.
 
-    If the split has grown since (prepare_data.py --append), open the version whose fingerprint is
-    in `known`.
+    `known`: fingerprints of data that the run has used. If prepare_data.py --append has enlarged
+    the split since, the version with one of these fingerprints is opened.
 
     Every token is read once if stoker.json is missing, or has other file sizes or modification
-    times. A split of more than READ_AGAIN_TOKENS is not read again if only the times differ. Let
-    one rank open the split first: the other ranks then find the statistics in the disk cache.
+    times than the files. A split of more than READ_AGAIN_TOKENS is not read again if only the times
+    differ. Let one rank open the split first: the other ranks then find the statistics in the disk
+    cache.
 
     Raises ConfigurationError if `path` is no token dataset, or if stoker.json describes other data.
     """
@@ -170,10 +174,10 @@ def open_token_dataset(
 
 
 def _files_of(directory: Path, listed: list[Path], described: Description) -> list[Path]:
-    """Return the files of a split that has grown; `listed` are those in state.json.
+    """Return the Arrow files of a split after appends; `listed` are the files in state.json.
 
-    An append writes stoker.json before state.json. If it was killed in between, state.json has only
-    the files before the append.
+    An append writes stoker.json before state.json. If an append was killed in between, state.json
+    lists only the older files. The files are then taken from stoker.json.
     """
     names = list(described.files)
     if [file.name for file in listed] != names[: described.earlier[-1]["files"]]:
@@ -184,9 +188,9 @@ def _files_of(directory: Path, listed: list[Path], described: Description) -> li
 def describe_split(
     directory: str | Path, files: Sequence[Path] | None = None, **origin: Any
 ) -> TokenDataset:
-    """Measure a new split, write stoker.json with `origin` (fields of Description), open it.
+    """Measure a new split, write stoker.json with `origin` (fields of Description), open the split.
 
-    `files`: the Arrow files; None: those in state.json.
+    `files`: the Arrow files, by default the files in state.json.
     """
     split = Path(directory).resolve()
     files = data_files(split) if files is None else files
@@ -202,7 +206,7 @@ def dataset_problems(
 ) -> list[str]:
     """Return messages about faults in a dataset's content, with the first faulty row if possible.
 
-    needs_loss_tokens: every document must have a trained token after the first (fine-tuning)
+    needs_loss_tokens: every document needs a trained token after its first token (fine-tuning)
     """
     found, mask = dataset.description.statistics, dataset.loss_mask
     without_loss = found.first_row_without_loss if needs_loss_tokens else None
@@ -241,7 +245,10 @@ def warn_of_small_split(name: str, dataset: TokenDataset) -> None:
 
 
 def read_skipped(file: str | None, datasets: Sequence[TokenDataset]) -> list[np.ndarray]:
-    """Return the skipped rows of each dataset, in rising order. Raises ConfigurationError."""
+    """Return for each dataset the rows that `file` (skip_documents) lists, int64, ascending.
+
+    Raises ConfigurationError if the file cannot be read, or if a line names no document of the run.
+    """
     found: list[set[int]] = [set() for _ in datasets]
     try:
         lines = Path(file).expanduser().read_text(encoding="utf-8").split("\n") if file else []
@@ -278,7 +285,7 @@ def read_skipped(file: str | None, datasets: Sequence[TokenDataset]) -> list[np.
 def packing_line(dataset: TokenDataset, plan: PackPlan, most: int | None = None) -> str:
     """Return the log line of a packed dataset: documents, tokens, sequences, tokens left out.
 
-    `most`: the number of sequences that an evaluation reads; None means all.
+    `most`: the number of sequences that an evaluation reads, by default all
     """
     found = dataset.description.statistics
     fill = plan.sequence_tokens.mean() / plan.sequence_length

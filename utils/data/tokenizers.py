@@ -26,8 +26,8 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*(end|)generation\s*([-+]?)%\}")
 def load_tokenizer(name_or_path: str, *, is_cached: bool = False) -> "PreTrainedTokenizerBase":
     """Load a tokenizer from a folder or by its Hub name, without running code from there.
 
-    is_cached: do not ask the Hub, read only the Hub cache. Raises ConfigurationError if the
-    tokenizer is missing, needs custom code, or has no eos_token or too large ids.
+    is_cached: read only the Hub cache, without asking the Hub. Raises ConfigurationError if the
+    tokenizer is missing, needs custom code, has no eos_token, or has too large ids.
     """
     from huggingface_hub import is_offline_mode
     from transformers import AutoTokenizer
@@ -79,7 +79,7 @@ def id_type(tokenizer: "PreTrainedTokenizerBase") -> np.dtype:
 
 
 def tokenizer_sha256(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return a hash of the rules that turn text into ids, without the chat template."""
+    """Return a SHA-256 of the rules that turn text into token ids, without the chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         content = json.loads(backend.to_str())
@@ -94,7 +94,7 @@ def tokenizer_sha256(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def chat_template_sha256(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """Return a hash of the chat template; None for no template or several named ones."""
+    """Return the SHA-256 of the chat template; None without one, or with several by name."""
     template = tokenizer.chat_template
     return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None
 
@@ -109,7 +109,7 @@ def without_training_marks(template: str) -> str:
 
 
 def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> str | None:
-    """Return a sentence about the first id that has different tokens in two tokenizers, or None.
+    """Return text that names the first id with different tokens in two tokenizers, or None.
 
     Added tokens are not compared: chat models rename reserved tokens, which no text contains.
     """
@@ -124,7 +124,7 @@ def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBas
 
 
 def differences(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> list[str]:
-    """Return texts about the differences of two tokenizers with other hashes."""
+    """Return texts that describe how two tokenizers differ; their hashes are known to differ."""
     mine, theirs = one.special_tokens_map, other.special_tokens_map
     found = [
         f"{name} {mine.get(name)} instead of {theirs.get(name)}"

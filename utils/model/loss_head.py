@@ -234,7 +234,7 @@ def choose_loss_head(
 
 
 def _problem(model_config: PretrainedConfig, device: torch.device) -> str | None:
-    """Return why the loss cannot be "fused", as text, or None. ProbeError: no small model runs."""
+    """Return why the loss cannot be "fused", or None. Raises ProbeError if no small model runs."""
     config = probe_config(model_config, device)
     if hasattr(config.get_text_config(), SWITCH):
         setattr(config.get_text_config(), SWITCH, False)  # compare only the cross-entropy
