@@ -54,7 +54,10 @@ def texts_of(files: Iterable[Path]) -> Iterator[str]:
             continue
         with file.open(encoding="utf-8") as lines:
             for line in lines:
-                yield json.loads(line)["text"]
+                row = json.loads(line)
+                if not isinstance(row, dict) or "text" not in row:
+                    raise ValueError(f"{file} has a row without `text`: give texts, not chats")
+                yield row["text"]
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> PreTrainedTokenizerFast:

@@ -73,7 +73,13 @@ if [[ ${1##*/} == sweep_job.sh && -n ${2:-} && -z ${SBATCH_ARRAY_INX:-} ]]; then
 fi
 
 # status.py prints this command for a resume. It is written to provenance.json.
-printf -v STOKER_SUBMITTED '%q ' slurm/submit.sh "${options[@]}" "$@"
+submit=slurm/submit.sh there=''
+if [[ ! . -ef $root ]]; then
+  submit=$0
+  printf -v there 'cd %q && ' "$PWD"
+fi
+printf -v STOKER_SUBMITTED '%q ' "$submit" "${options[@]}" "$@"
+STOKER_SUBMITTED=$there$STOKER_SUBMITTED
 export STOKER_SUBMITTED
 
 # Read the first line without $(...): with --wait, sbatch prints the job's number at once but runs

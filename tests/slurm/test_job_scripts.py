@@ -116,6 +116,10 @@ def test_submit_passes_every_word_and_the_options_of_sbatch_keep_their_meaning(s
     assert left == ["2", "5"], "2 is in the queue, 3 is old, the log of 5 is there"
     submitted = stand_ins.environment("sbatch")["STOKER_SUBMITTED"]
     assert submitted == f"slurm/submit.sh -t 9:00 {TRAIN} "
+    elsewhere = stand_ins.root / "slurm"
+    stand_ins.run("slurm/submit.sh", "train_job.sh", cwd=elsewhere)
+    submitted = stand_ins.environment("sbatch")["STOKER_SUBMITTED"]
+    assert submitted == f"cd {elsewhere} && {stand_ins.root}/slurm/submit.sh train_job.sh "
 
 
 def test_submit_makes_no_job_where_sbatch_makes_none(stand_ins):

@@ -183,9 +183,11 @@ def evidence_in_words(run: History, end: End, job: Job | None) -> str:
     if owner and not owner.left:
         process, silent = f"process {owner.pid} on {owner.host}", duration(owner.age_s)
         doing = f", {owner.phase}" if owner.phase else ""
+        runs = job is not None and job.state == "RUNNING"
+        again = "; its job still runs and may start the ranks again" if runs else ""
         return {
             End.SILENT: f"no heartbeat from {owner.host} for {silent}",
-            End.GONE: f"{process} is gone: killed, or its node is down",
+            End.GONE: f"{process} is gone: killed, or its node is down{again}",
             End.LOST: f"{process} sent no heartbeat for {silent}: killed, or its node is down",
         }.get(end, f"{process}{doing}")
     known = end is End.NOT_FINITE or (run.starts and run.starts[-1].error)
@@ -211,7 +213,10 @@ def advice(run: History, end: End, job: Job | None) -> str:
     if end in (End.ALIVE, End.FINISHING):
         return f"touch {where}/STOP stops it with a checkpoint, touch {where}/SAVE saves now"
     if end is End.QUEUED and job:
-        return f"squeue --start --job={job.id} tells when it may start, scancel {job.id} ends it"
+        starts = f"squeue --start --job={job.id} tells when it may start"
+        if job.reason.startswith("JobHeld"):
+            starts = f"scontrol release {job.id} lets it start"
+        return f"{starts}, scancel {job.id} ends it"
     if end is End.STARTING and job:
         return f"wait for its first step, or scancel {job.id}"
     if end.word == "finished":

@@ -188,6 +188,12 @@ def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
     failed = next((job.failure for job in jobs.values() if job.log and job.output_dir == own), None)
     jobs = {id_: job for id_, job in jobs.items() if not job.log}
     if not is_run(directory):
+        begins = next((job for job in jobs.values() if job.output_dir == own), None)
+        if begins:
+            raise ConfigurationError(
+                f"{directory}: job {begins.id} ({begins.name}, {begins.state}) has not begun this "
+                "run yet"
+            )
         waiting = ", ".join(f"{job.id} ({job.name}, {job.state})" for job in jobs.values())
         why = f"none of {PROVENANCE}, {CONFIG} and {FILE_NAME} is there"
         why = failed or f"{why}. Jobs of yours in the queue: {waiting or 'none'}."

@@ -230,8 +230,8 @@ def _archive_for(run: Path) -> Path:
     target = archive / run.resolve().name
     if not archive.is_dir():
         raise ConfigurationError(
-            f"STOKER_ARCHIVE={named} is no folder: name one on storage without a purge, as in "
-            "export STOKER_ARCHIVE=/project/me/runs"
+            f"STOKER_ARCHIVE={named} is no folder: make one on storage without a purge, and name "
+            "it: mkdir -p /project/me/runs && export STOKER_ARCHIVE=/project/me/runs"
         )
     if not is_run(run):
         raise ConfigurationError(f"{run} is no run directory{did_you_mean(run)}")

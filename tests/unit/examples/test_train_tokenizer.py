@@ -28,6 +28,11 @@ def test_the_same_texts_give_the_same_tokenizer_of_the_size_asked_for(tmp_path, 
     capsys.readouterr()
     example.main(["--vocabulary", "300", "--output_dir", str(tmp_path / "one"), str(file)])
     assert "is there already" in capsys.readouterr().out
+    file.write_text('{"messages": []}')
+    with pytest.raises(SystemExit):
+        example.main(["--vocabulary", "270", "--output_dir", str(tmp_path / "x"), str(file)])
+    assert "text.jsonl has a row without `text`" in capsys.readouterr().err
+    file.write_text(json.dumps({"text": text}))
     for size in (200, 5000):
         with pytest.raises(SystemExit):
             example.main(

@@ -111,6 +111,8 @@ STEPS = [started(), *map(trained, range(10, 60, 10)), evaluated(50)]
          "process 4711 on n9 sent no heartbeat for 5m"),
         ("killed here", HERE | {"pid": 2**22 + 1}, False, 2, None, {}, "failed",
          "process 4194305 on n1 is gone: killed"),
+        ("killed here, job runs", HERE | {"pid": 2**22 + 1}, False, 2, None, RUNNING, "failed",
+         "its node is down; its job still runs and may start the ranks again"),
         ("alive here", HERE | {"pid": os.getpid()}, False, 2, None, {}, "running", "process"),
         ("left", ELSEWHERE, True, 9, None, {}, "failed", "left no reason"),
         ("finished early", ELSEWHERE, True, 9, {"event": "summary"}, {}, "finished",
@@ -401,6 +403,13 @@ def test_the_time_left_is_compared_with_the_jobs_limit(tmp_path):
     assert "the job's time limit ends in 16m39s: enough" in shown(left[1])
 
 
+def test_a_held_job_is_released_with_scontrol(tmp_path):
+    run = make_run(tmp_path / "run", slurm=SLURM, owner=ELSEWHERE, left=True)
+    journal(run, *STEPS, {"event": "stopped", "step": 50})
+    held = squeue(j7=("PENDING", "JobHeldUser", None, "train"))
+    assert read_status(run, held).advice.startswith("scontrol release 7 lets it start")
+
+
 def fake_squeue(folder, text, code=0):
     folder.mkdir()
     (folder / "squeue").write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\nexit {code}\n")
@@ -451,6 +460,9 @@ def test_a_job_that_failed_before_its_run_began_is_shown_with_its_last_line(
     said = f"job 7 ended before its run began: n1: there is no python on PATH; log: {log}"
     with pytest.raises(ConfigurationError, match=re.escape(f"is no run directory: {said}")):
         status.main([str(run)])
+    assert "b: job 8 (t, RUNNING) has not begun this run yet" in read_status_error(
+        tmp_path / "runs" / "b"
+    )
     (tmp_path / "runs").mkdir(exist_ok=True)
     assert status.main(["--all", str(tmp_path / "runs")]) == 0
     shown_lines = " ".join(capsys.readouterr().out.split())
