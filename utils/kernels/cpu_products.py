@@ -1,4 +1,4 @@
-"""Settings for faster training on a CPU: oneDNN for float32, and a heap that keeps freed memory."""
+"""Settings for faster training on a CPU: oneDNN for float32 products, malloc, aligned weights."""
 
 import ctypes
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # glibc's codes for mallopt
 
 
 def choose_products() -> str | None:
-    """Use oneDNN for float32 matrix products if MKL is slow on this CPU; return a text to log.
+    """Use oneDNN for float32 matrix products if MKL is slow on this CPU; return a log line or None.
 
     MKL's AVX-512 kernels are fast only on Intel's processors: on an AMD EPYC a float32 step takes
     1.8 times as long. torch's precision "medium" selects oneDNN, but also allows bfloat16 factors.
-    oneDNN uses them only with AMX, and this function verifies that nothing is rounded. A precision
-    that the user set stays.
+    oneDNN uses such factors only with AMX, and this function verifies that nothing is rounded.
+    Returns None if MKL is fast here or the user set a precision.
     """
     avx_512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     slow = avx_512 and not has_amx() and cpu_fact("vendor_id") not in ("", "GenuineIntel")
@@ -45,10 +45,10 @@ def products_name() -> str:
 
 
 def keep_freed_memory(environment: Mapping[str, str]) -> bool:
-    """Let glibc keep freed memory; return whether it does.
+    """Make glibc keep freed memory for later use; return whether glibc does.
 
-    Otherwise Linux clears hundreds of megabytes in each step, which takes a tenth of the time. No
-    change if the user configured malloc.
+    If glibc returned the memory, Linux would clear hundreds of megabytes in each step, which takes
+    a tenth of the time. No change if the user configured malloc.
     """
     told = any(name.startswith(("MALLOC_TRIM_", "MALLOC_MMAP_")) for name in environment)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -58,7 +58,7 @@ def keep_freed_memory(environment: Mapping[str, str]) -> bool:
 
 
 def align_weights(model: nn.Module) -> None:
-    """Align the weights on the CPU as in a resumed run: MKL may sum in another order otherwise."""
+    """Align weights on a CPU to cache lines, as in a resumed run, so that MKL sums in one order."""
     for weight in model.parameters():
         if weight.is_cpu and weight.data_ptr() % _CACHE_LINE:
             weight.data = weight.data.clone()

@@ -53,7 +53,7 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Return the cross-entropy of softmax(hidden @ weight.T + bias): (sum, losses, hits).
 
-    hidden    (N, H); weight (V, H); bias (V,)
+    hidden    (N, H), N tokens of size H; weight (V, H), a row per vocabulary entry; bias (V,)
     targets   (N,) int64, IGNORED for tokens without loss
     compiled  compile the softmax if the device is a GPU
     sum       (), float32, `torch.nn.functional.cross_entropy(..., reduction="sum")` up to rounding
@@ -166,7 +166,7 @@ class ChunkedHead:
         return self.hidden_gradient, weight, bias
 
     def chunk(self, rows: slice, targets: Tensor, has_loss: Tensor) -> Tensor:
-        """Return the losses (C,) of the tokens `rows`, and add to the gradients."""
+        """Return the losses (C,) of the C tokens `rows`, and add their gradients to the buffers."""
         hidden = self.hidden[rows]
         if self.scale != 1:
             hidden = hidden * self.scale
@@ -211,9 +211,10 @@ class ChunkedHead:
 def softmax_derivative(
     logits: Tensor, targets: Tensor, buffers: list[Tensor], cap: float | None, differentiate: bool
 ) -> Tensor:
-    """Return the losses (C,) of logits (C, V); `differentiate` replaces logits by derivatives.
+    """Return the losses (C,) of C tokens with logits (C, V) and target ids (C,).
 
-    buffers: two float32 tensors (B, V), to compute B tokens at a time
+    buffers: two float32 tensors (B, V), to compute B tokens at a time. cap: the soft cap.
+    differentiate: replace the logits in place by the derivatives of the losses.
     """
     size, losses = len(buffers[0]), []
     for some, those in zip(logits.split(size), targets[:, None].split(size), strict=True):
@@ -242,7 +243,7 @@ def softmax_derivative(
 def compiled_softmax_derivative(
     logits: Tensor, targets: Tensor, cap: float | None, differentiate: bool
 ) -> Tensor:
-    """Compute `softmax_derivative` by a function that torch compiles once per shape.
+    """Return the same as `softmax_derivative`, by a function that torch compiles once per shape.
 
     The compiled function reads the logits twice and writes them once.
     """
@@ -260,7 +261,7 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def _normalize(logits: Tensor, targets: Tensor, cap: float | None, differentiate: bool) -> Tensor:
-    """Return log(sum(exp(logits))) (C,); `differentiate` replaces logits by derivatives.
+    """Return log(sum(exp(logits))) (C,) of logits (C, V); arguments as in `softmax_derivative`.
 
     torch compiles this function to one kernel that reads the logits and one that writes them.
     """

@@ -20,7 +20,7 @@ SCORES = 2**21  # float32 scores that fit a CPU's caches
 class Documents(NamedTuple):
     """The boundaries of documents in a micro-batch.
 
-    cu_seq_lens  int32 (n + 1,), begins and ends of documents; the last value may be repeated
+    cu_seq_lens  int32 (n + 1,), 0 and the end of each document; the last value may be repeated
     max_length   upper bound of document lengths
     row_length   tokens of a packed sequence
     """
@@ -31,7 +31,7 @@ class Documents(NamedTuple):
 
 
 class ScoreTerms(NamedTuple):
-    """Settings of attention; `window` counts tokens, including the query's own token."""
+    """Settings of attention. window: visible tokens, the query's own included. sinks: (heads,)."""
 
     scale: float | None = None
     dropout: float = 0.0
@@ -45,7 +45,7 @@ class ScoreTerms(NamedTuple):
 def per_document_sdpa(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms
 ) -> Tensor:
-    """Attend causally inside each document of (tokens, heads, dim), one SDPA call per length.
+    """Return causal attention inside each document, (tokens, heads, dim); one SDPA call per length.
 
     The host waits for the device to read the lengths, unless `cu_seq_lens` is on the CPU.
     """
@@ -83,7 +83,7 @@ def _filled(states: Tensor, length: int) -> Tensor:
 
 
 def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) -> Tensor:
-    """Attend causally in (batch, heads, length, dim); keys and values may have fewer heads."""
+    """Return causal attention (batch, heads, length, dim); key and value may have fewer heads."""
     if terms.softcap is not None or terms.sinks is not None:
         return _explicit_attention(query, key, value, terms)
     length = query.shape[2]
@@ -119,7 +119,7 @@ def _in_blocks(query: Tensor, length: int, terms: ScoreTerms) -> bool:
 
 
 def _blocked_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Attend with oneDNN's products, not SDPA: a step on packed chats takes 16 % less time."""
+    """Attend with oneDNN's products: a step on packed chats takes 16 % less time than with SDPA."""
     heads, length, _ = query.shape[1:]
     # For few different shapes, split the batch into powers of two.
     most = max(1, SCORES // (heads * min(QUERIES, length) * length))
@@ -150,7 +150,7 @@ def _attend_in_blocks(scale: float | None, query: Tensor, key: Tensor, value: Te
 
 
 def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) -> Tensor:
-    """Attend with soft caps (Gemma 2) and sinks (gpt-oss: a logit without a value), unlike SDPA."""
+    """Attend as SDPA cannot: with soft caps (Gemma 2) or sinks (gpt-oss: a logit without value)."""
     length, heads = query.shape[2], query.shape[1]
     key, value = (s.repeat_interleave(heads // s.shape[1], dim=1) for s in (key, value))
     scale = query.shape[-1] ** -0.5 if terms.scale is None else terms.scale

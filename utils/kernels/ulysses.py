@@ -1,9 +1,9 @@
 """Attention of sequences that are cut over ranks: each rank gets all tokens of some heads.
 
-Before attention an all-to-all exchanges heads for tokens, and after it another one exchanges tokens
-for heads. Any kernel for packed documents thus runs on whole sequences with their own boundaries
-(DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509). The ranks of a group hold equally long
-slices of each sequence, in the order of the ranks.
+The ranks of a group hold equally long slices of each sequence, in the order of the ranks. Before
+attention, an all-to-all gives each rank all tokens of some heads. After attention, an all-to-all
+gives each rank its own tokens with all heads. Any kernel for packed documents thus runs on whole
+sequences with their own boundaries (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509).
 """
 
 import datetime
@@ -23,7 +23,7 @@ from utils.kernels.per_document import ScoreTerms
 class ContextGroup:
     """The ranks that share each micro-batch; a rank holds one of `size` slices of each sequence.
 
-    rank: this process in the group. group: None exchanges nothing, which is enough to count memory.
+    rank: index of this process in the group. group: None to send nothing, as to count memory.
     """
 
     size: int
@@ -39,7 +39,8 @@ class ContextGroup:
     ) -> tuple[Tensor, Tensor, Tensor, ScoreTerms]:
         """Exchange (rows, own tokens, all heads, dim) for (rows, all tokens, own heads, dim).
 
-        With fewer key heads than ranks, each key head goes to several ranks.
+        With fewer key heads than ranks, each key head goes to several ranks. The returned `terms`
+        have the sinks of this rank's heads.
         """
         if (copies := self.size // key.shape[2]) > 1:
             key, value = (states.repeat_interleave(copies, dim=2) for states in (key, value))
@@ -62,7 +63,10 @@ class ContextGroup:
 
 
 class _AllToAll(torch.autograd.Function):
-    """(size, ...) to (size, ...): block j goes to rank j. The gradient is sent back likewise."""
+    """All-to-all of (size, ...): block j goes to rank j, and block j of the result is from rank j.
+
+    The backward pass exchanges the gradients likewise.
+    """
 
     @staticmethod
     def forward(ctx: Any, blocks: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -80,7 +84,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def context_group(size: int, timeout_s: float) -> ContextGroup | None:
-    """Return this rank's group of `size` consecutive ranks, or None for 1; collective over ranks.
+    """Return this rank's group of `size` consecutive ranks, or None if `size` is 1. Collective.
 
     A node has consecutive ranks, so a group stays inside a node if `size` divides its GPUs.
     """
@@ -92,9 +96,10 @@ def context_group(size: int, timeout_s: float) -> ContextGroup | None:
 
 
 def cut_positions(positions: Tensor, length: int, context: ContextGroup) -> Tensor:
-    """Return the positions in this rank's slices, counted there. Call this on the CPU: no GPU sync.
+    """Return the positions inside this rank's slices, as indices into these slices.
 
-    positions (N,) counts the flattened tokens of sequences of `length` tokens.
+    positions (N,): indices into the flattened tokens of sequences of `length` tokens, in CPU
+    memory, because this selection would make the host wait for a GPU.
     """
     rows, places = positions // length, positions % length
     own = length // context.size
@@ -106,8 +111,8 @@ def cut_positions(positions: Tensor, length: int, context: ContextGroup) -> Tens
 def cut_inputs(inputs: dict[str, Any], context: ContextGroup) -> dict[str, Any]:
     """Return a model's inputs (rows, length) as this rank's slices (rows, length / size).
 
-    `shift_labels` has the label that follows each token: a slice lacks that of its last token.
-    Document boundaries still count whole sequences.
+    Adds `shift_labels`, the label after each token, because a slice lacks the label after its last
+    token. Document boundaries still count tokens of whole sequences.
     """
     own = inputs["input_ids"].shape[1] // context.size
     following = functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)

@@ -54,7 +54,7 @@ KernelFunction = Callable[[Tensor, Tensor, Tensor, Documents, ScoreTerms], Tenso
 
 @dataclass(frozen=True)
 class VarlenKernel:
-    """An attention kernel; `features`: which of softcap, sinks and dropout it supports."""
+    """An attention kernel for packed documents. features: any of softcap, sinks and dropout."""
 
     name: str
     label: str
@@ -63,7 +63,7 @@ class VarlenKernel:
     on_cuda_only: bool = True
 
     def missing(self, needs: AttentionNeeds) -> list[str]:
-        """Return texts about the needed features that this kernel lacks."""
+        """Return the needed features that this kernel lacks, in words for a message."""
         wanted = {
             "softcap": (needs.softcap, "logit soft caps"),
             "sinks": (needs.sinks, "attention sinks"),
@@ -105,7 +105,7 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
     max_length_q: int | None = None, kernel: VarlenKernel = PER_DOCUMENT,
     context: ContextGroup | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attend causally inside each document of a packed micro-batch.
+    """Attend causally inside each document of a packed micro-batch, for transformers' models.
 
     query (B, H, T, D), key and value (B, Hkv, T, D); returns ((B, T, H, D), None). `cu_seq_lens_q`
     has the begins and ends of documents in the B * T tokens. On a CPU or in float32, PER_DOCUMENT
@@ -153,7 +153,7 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
 def find_kernels(
     device_type: str, dtype: torch.dtype, needs: AttentionNeeds, whole_rows: bool = False
 ) -> tuple[list[VarlenKernel], list[str]]:
-    """Return usable kernels, fastest first, and texts on why other kernels are not usable.
+    """Return the usable kernels, fastest first, and a reason for each kernel that is not usable.
 
     whole_rows: no sequence of the run has more than one document
     """
@@ -176,7 +176,7 @@ def find_kernels(
 
 
 def _cuda_kernels(dtype: torch.dtype) -> list[tuple[str, VarlenKernel | str]]:
-    """Return (label, kernel or why it is missing) of the kernels for CUDA, fastest first."""
+    """Return pairs (label, kernel or the reason that it is missing) for CUDA, fastest first."""
     if dtype not in HALF_TYPES:
         return [("flash kernels", f"computed in {str(dtype).removeprefix('torch.')}")]
     major, minor = torch.cuda.get_device_capability()
@@ -220,7 +220,7 @@ def _flash(
     function: Callable[..., Tensor | tuple[Tensor, ...]],
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms,
 ) -> Tensor:  # fmt: skip
-    """Call `flash_attn_varlen_func` only with terms that are set: a version may lack others."""
+    """Call `flash_attn_varlen_func` only with options that are set, because versions lack some."""
     options: dict[str, object] = {"causal": True, "softmax_scale": terms.scale}
     # By default the backward pass sums with atomic additions, in varying order.
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
@@ -241,7 +241,7 @@ def _flash(
 
 
 def load_torch_varlen() -> VarlenKernel | str:
-    """Return torch's variable-length attention, or why it is missing."""
+    """Return torch's variable-length attention as a kernel, or the reason that it is missing."""
     function = _import_function("torch.nn.attention.varlen", "varlen_attn")
     if isinstance(function, str):
         return function
@@ -263,10 +263,11 @@ def load_torch_varlen() -> VarlenKernel | str:
 
 
 def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel | None:
-    """Return SDPA over whole sequences by cuDNN's kernel, for sequences of one document each.
+    """Return a kernel of cuDNN's SDPA over whole sequences, for sequences of one document each.
 
     Padding at the end attends to the document but has no loss. Sequences of several documents, as
-    in `check_isolation`, go to `packed`. None if the model needs more, or torch has no cuDNN here.
+    in `check_isolation`, go to the kernel `packed`. None if the model needs soft caps, sinks,
+    dropout or windows, or if torch does not choose cuDNN on this GPU.
     """
     plain = needs == AttentionNeeds(needs.head_dim)
     if not plain or sdpa_backend(needs.head_dim) != SDPBackend.CUDNN_ATTENTION:
