@@ -1,4 +1,4 @@
-"""The charts of the report: series thinned to few points, drawn by page.js or for --png."""
+"""The charts of the report: series of at most some 1600 points, drawn by page.js or for --png."""
 
 import math
 from collections.abc import Sequence
@@ -44,8 +44,8 @@ _TRAIN = (
         "host_rss_gib": "resident", "host_peak_rss_gib": "peak"}),
     ("Load-balancing loss", "loss", "before its coefficient", {"aux_loss": "of experts"}),
 )  # fmt: skip
-_LOG_SCALE = ("Gradient norm", "Perplexity")  # at first
-# matplotlib's settings. An SVG keeps texts as texts, and is the same each time it is drawn.
+_LOG_SCALE = ("Gradient norm", "Perplexity")  # when the page opens
+# matplotlib's settings. An SVG keeps texts as texts, and is drawn the same each time.
 _LOST = "#c4c9d1"
 _LOOK: Any = {
     "axes.prop_cycle": "cycler('color', ['#2f5fd0', '#d9480f', '#2b8a3e', '#9c36b5', '#0b7285', "
@@ -66,7 +66,7 @@ _NO_CHART = {
 
 
 class Curves:
-    """The series of one run, each thinned to about `points` points.
+    """The series of one run, each reduced to about `points` points that keep the extremes.
 
     colour: the index of the run's colour if several runs are compared.
     """
@@ -91,10 +91,12 @@ class Curves:
         self, label: str, key: str, lines: Sequence[Line] | None = None,
         style: str = "line", note: str = "",
     ) -> Chart | None:  # fmt: skip
-        """Return `key` of the training logs, or of `lines`, as a series by step, tokens and hours.
+        """Return the values of `key` in the training logs, or in `lines`, as a series for a chart.
 
-        Return None if no value is finite. A value that is not finite leaves a gap in the curve. A
-        line without the key is left out.
+        The x axis can be steps, tokens or hours. Return None if no value is finite. A value that is
+        not finite leaves a gap in the curve. A line without the key is left out. label: the name in
+        the legend. note: a text for the legend. style: how the series is drawn (line, faint, dots,
+        points, marks, lost).
         """
         lines = self.trained if lines is None else lines
         values = column(lines, key)
@@ -115,12 +117,12 @@ class Curves:
         }  # fmt: skip
 
     def evaluations(self, split: str | None, label: str, what: str = "loss") -> Chart | None:
-        """Return the series of a split's evaluation losses, or of another metric `what`."""
+        """Return the series of a split's metric `what` in evaluations; None if none is finite."""
         key = f"eval_{split}_{what}" if split else f"eval_{what}"
         return self.series(label, key, self.evaluated.get(split, []), "dots")
 
     def perplexities(self, smooth: Sequence[Line]) -> list[Chart | None]:
-        """Return the series of exp(loss): of the smoothed training loss and of each evaluation."""
+        """Return the series of exp(loss): of the `smooth` training lines, then of each split."""
         found = [self.series("train", "perplexity", _exponentials(smooth, "loss"))]
         for split, lines in self.evaluated.items():
             key = f"eval_{split}_loss" if split else "eval_loss"
@@ -129,7 +131,7 @@ class Curves:
         return found
 
     def smoothed(self, key: str = "loss") -> tuple[list[Line], int]:
-        """Return lines with the running mean of `key`, and the number of logs in each mean."""
+        """Return (lines with the running mean of `key`, number of training logs in each mean)."""
         count = max(10, len(self.trained) // 100) if len(self.trained) > SMOOTH_FROM else 1
         values = column(self.trained, key)
         places = np.flatnonzero(np.isfinite(values))
@@ -143,7 +145,10 @@ class Curves:
         ], count
 
     def undone(self) -> list[Line]:
-        """Return the training logs that later starts repeated. A NaN ends each start's curve."""
+        """Return the training log lines of steps that a later start of the script repeated.
+
+        A line with a NaN loss after each start's lines separates the curves.
+        """
         found: list[Line] = []
         for start in self.run.starts:
             lines = [line for line in start.lines if line["lost"] and line["event"] == "train"]
@@ -157,9 +162,9 @@ def charts_of(
     memory: Sequence[Point] = (),
     waited: Sequence[Any] = (),
 ) -> list[Chart]:
-    """Return a run's charts.
+    """Return the charts of a run's report.
 
-    found: the result of `spikes_in`. memory: of `memory_by_rank`. waited: of `stragglers`.
+    found: spikes from `spikes_in`. memory: from `memory_by_rank`. waited: from `stragglers`.
     """
     curves = Curves(run)
     trained, (smooth, count) = curves.trained, curves.smoothed()
@@ -202,14 +207,14 @@ def charts_of(
     for title, unit, note, names in groups:
         lines = [curves.series(name, key) for key, name in names.items() if key in keys]
         if alone and title == (DEVICE_MEMORY if DEVICE in keys else HOST_MEMORY):
-            # Its memory in training is in this chart already.
+            # This chart already has the rank's memory in training.
             lines += [line for line in by_rank if line and line["style"] == "points"]
         charts.append(_chart(title, unit, lines, note))
     return [chart for chart in charts if chart["lines"]]
 
 
 def _memory(curves: Curves, points: Sequence[Point]) -> list[Chart | None]:
-    """Return series for the fullest ranks in training, and one series for each other phase."""
+    """Return memory series: one per rank (the fullest) in training, one for each other phase."""
     by_name: dict[str, list[Line]] = {}
     for point in points:
         train = point["event"] == "train"
@@ -226,7 +231,7 @@ def _memory(curves: Curves, points: Sequence[Point]) -> list[Chart | None]:
 
 
 def _waiting(curves: Curves, names: Sequence[str]) -> Chart:
-    """Return the chart of the slowest ranks: one series for each of `names`, one for all others."""
+    """Return the chart of the slowest ranks: one series per rank in `names`, one for all others."""
     others = "other ranks"
     by_name: dict[str, list[Line]] = {name: [] for name in [*names, others]}
     for line in (line for line in curves.trained if "slowest_rank" in line):
@@ -253,7 +258,7 @@ def charts_of_several(runs: Sequence[History]) -> list[Chart]:
 
 
 def starts_on_axes(run: History) -> list[dict[str, Any]]:
-    """Return the step, tokens and hours at which each start but the first began to train."""
+    """Return label, step, tokens and hours of each point where a later start began to train."""
     curves, ran, marks = Curves(run), 0.0, []
     for index, start in enumerate(run.starts):
         if index and start.trained is not None:
@@ -267,9 +272,10 @@ def starts_on_axes(run: History) -> list[dict[str, Any]]:
 
 
 def draw_picture(charts: Sequence[Chart], title: str, path: Path) -> None:
-    """Draw the first five charts by step. The suffix of `path` selects the format (.png, .svg).
+    """Draw the first five charts into a file, with steps on the x axis.
 
-    Raises ConfigurationError if matplotlib is not installed or the file cannot be written.
+    The suffix of `path` selects the format (.png, .svg). Raises ConfigurationError if matplotlib is
+    not installed or the file cannot be written.
     """
     try:
         from matplotlib import rc_context
@@ -313,7 +319,7 @@ def _draw(axes: Any, chart: Chart) -> None:
 
 
 def _exponentials(lines: Sequence[Line], key: str) -> list[Line]:
-    """Return lines with the exponential of `key` as `perplexity`; infinity above 1e300."""
+    """Return the lines with exp(`key`) added as `perplexity`, infinite for losses from 690 on."""
     losses = column(lines, key)
     values = np.exp(np.where(losses >= 690, math.inf, losses)).tolist()
     return [{**line, "perplexity": one} for line, one in zip(lines, values, strict=True)]
@@ -322,9 +328,9 @@ def _exponentials(lines: Sequence[Line], key: str) -> list[Line]:
 def _chart(
     title: str, unit: str, lines: Sequence[Chart | None], note: str = "", *, wide: bool = False
 ) -> Chart:
-    """Return a chart of the series that are not None. Colours follow the order of the series.
+    """Return a chart with the series that are not None, in colours by the order of the series.
 
-    unit: the label of the y axis. note: a text beside the title.
+    unit: the label of the y axis. note: a text beside the title. wide: the full width of the page.
     """
     kept = [line for line in lines if line is not None]
     own = [line for line in kept if line["colour"] is None]

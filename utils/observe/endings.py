@@ -1,4 +1,4 @@
-"""The state of a start or a run, and why it ended, in words for status.py and report.py."""
+"""The state of a run or of a start of its script, and the reason, for status.py and report.py."""
 
 import math
 import re
@@ -19,12 +19,14 @@ IN_QUEUE = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 
 @dataclass(frozen=True)
 class Job:
-    """A job in Slurm's queue, with `id` for scancel (123_4 in an array, 123 for its waiting tasks).
+    """A job in Slurm's queue, or a job that ended before its run began.
 
-    left_s: seconds to its limit; None if it waits or has no limit. started: its start in unix
-    seconds, None if it waits. output_dir: its run directory, as slurm/submit.sh noted it. log: of a
-    job that left the queue before its run began; its state is FAILED, the reason the log's last
-    line.
+    id          for scancel: 123_4 in an array, 123 for all waiting tasks of the array
+    reason      Slurm's reason; the last line of the log if the job ended
+    left_s      seconds until the time limit; None if the job waits or has no limit
+    started     unix seconds; None if the job waits
+    output_dir  the run directory, as slurm/submit.sh noted it
+    log         the log file of a job that ended before its run began (state FAILED), else ""
     """
 
     id: str
@@ -38,12 +40,12 @@ class Job:
 
     @property
     def failure(self) -> str:
-        """Why the job left the queue before its run began, or ""."""
+        """The message on a job that ended before its run began: the job's reason and log file."""
         return f"job {self.id} ended before its run began: {self.reason}; log: {self.log}"
 
 
 class End(Enum):
-    """The state of a start or a run: one word and the reason for this state."""
+    """The state of a start or a run: a word for the user, and the evidence for this state."""
 
     ALIVE = "running", "its lock has a recent heartbeat"
     SILENT = "running", "its lock has none, but Slurm runs its job"
@@ -64,7 +66,7 @@ class End(Enum):
 
     @property
     def word(self) -> str:
-        """The word: running, starting, waiting, finished, stopped, failed or interrupted."""
+        """The state's word: running, starting, waiting, finished, stopped, failed, interrupted."""
         return self.value[0]
 
 
@@ -103,14 +105,14 @@ def end_of_run(run: History, job: Job | None = None) -> End:
 
 
 def steps_not_finite(run: History, start: Start) -> list[int]:
-    """Return the steps of a start with a loss or gradient that was not finite."""
+    """Return the steps of a start with a loss or gradient that was NaN or infinite."""
     later = [other.began for other in run.starts if other.began > start.began]
     until = min(later, default=math.inf)
     return [one["step"] for one in run.nonfinite if start.began <= one["time"] < until]
 
 
 def pages_of_a_failure(run: History, end: End) -> list[Page]:
-    """Return the text files on the last start's failure (hang, out of memory), if it failed."""
+    """Return the text files on the last start's failure (hang, out of memory), or []."""
     if end.word not in ("failed", "interrupted"):
         return []
     since = run.starts[-1].began if run.starts else 0.0
@@ -149,7 +151,7 @@ def _why_stopped(start: Start) -> str:
 
 
 def run_in_words(run: History) -> tuple[str, str]:
-    """Return two sentences for the report: the state of a run and why, and what to do next."""
+    """Return two texts for the report: a run's state with the reason, and what to do next."""
     end = end_of_run(run)
     if end is End.FINISHING:  # the run itself writes the report
         end = End.FINISHED
@@ -163,7 +165,7 @@ def run_in_words(run: History) -> tuple[str, str]:
 
 
 def evidence_in_words(run: History, end: End, job: Job | None) -> str:
-    """Return why `end` is the run's state, as a text for the user."""
+    """Return a text for the user with the evidence that a run has the state `end`."""
     owner, step = (run.starts[-1].owner if run.starts else None), run.last_step
     if end in (End.QUEUED, End.STARTING) and job:
         ago = duration(max(time.time() - (job.started or 0.0), 0.0))
@@ -195,7 +197,7 @@ def evidence_in_words(run: History, end: End, job: Job | None) -> str:
 
 
 def cause_in_words(run: History, end: End) -> str | None:
-    """Return why a run failed or was interrupted, or None in any other state."""
+    """Return a text on why a run failed or was interrupted; None in any other state."""
     if end.word not in ("failed", "interrupted"):
         return None
     if run.starts and run.starts[-1].error:
@@ -206,7 +208,7 @@ def cause_in_words(run: History, end: End) -> str | None:
 
 
 def advice(run: History, end: End, job: Job | None) -> str:
-    """Return the next step for the user, with the command."""
+    """Return a text with the next step for the user and its command."""
     where = shlex.quote(str(run.path))
     if end is End.SILENT and job:
         return f"if that lasts, scancel {job.id} and submit the same command again"
@@ -228,7 +230,7 @@ def advice(run: History, end: End, job: Job | None) -> str:
 
 
 def _change_first(run: History, end: End) -> str:
-    """Return what to change before the next start, or ""."""
+    """Return the beginning of an advice: what to change before the next start, or ""."""
     error = (run.starts[-1].error or "") if run.starts else ""
     if any(page.name.startswith("out-of-memory") for page in pages_of_a_failure(run, end)):
         return "change what the page says helps most, then "
@@ -243,7 +245,10 @@ def _change_first(run: History, end: End) -> str:
 
 
 def _command(run: History) -> str:
-    """Return the last start's command, as slurm/submit.sh got it or from provenance.json."""
+    """Return the command line of the last start, from provenance.json.
+
+    In a Slurm job this is the command that slurm/submit.sh got.
+    """
     if not run.entry:
         return "the same command again"
     words, slurm = shlex.join(run.entry.get("argv") or ["..."]), run.entry.get("slurm")

@@ -1,4 +1,4 @@
-"""Analyses for the report: time spent, slow ranks, memory, settings."""
+"""Analyses for the report: time spent, slow ranks, memory of ranks, settings that differ."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,20 +25,20 @@ HOURS = (
 )
 PHASES = {"train": "training", "eval": "evaluation", "save": "saving"}
 DEVICE, HOST = "memory_peak_gib", "host_rss_gib"
-READ = 4000  # about as many memory values (lines x ranks) are read for a phase; at least 40 lines
+READ = 4000  # about this many memory values (lines x ranks) are read per phase, at least 40 lines
 Line = Mapping[str, Any]
 Point = dict[str, Any]
 
 
 def number(value: Any) -> float | None:
-    """Return a logged value as a float; None if it is no number, as a user's hook may log."""
+    """Return a logged value as a float; None for any other type, which a user's hook may log."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     return None
 
 
 def column(lines: Sequence[Line], key: str) -> np.ndarray:
-    """Return the values of `key` in all log lines as a float64 array; NaN if a line lacks it."""
+    """Return the values of `key` in all log lines as a float64 array; NaN if the key is missing."""
     values = [line.get(key) for line in lines]
     try:
         return np.array(values, dtype=float)
@@ -47,9 +47,10 @@ def column(lines: Sequence[Line], key: str) -> np.ndarray:
 
 
 def thinned(values: np.ndarray, points: int) -> np.ndarray:
-    """Return about `points` ascending indices, which keep the extremes of `values`.
+    """Return about `points` ascending indices into `values` that include the extremes.
 
-    `values` are divided into equal parts. Each part keeps its lowest and highest value.
+    `values` are divided into equal parts. The indices of the lowest and highest value of each part
+    are returned.
     """
     if len(values) <= points:
         return np.arange(len(values))
@@ -85,9 +86,10 @@ def where_the_hours_went(run: History) -> dict[str, float]:
 
 
 def _seconds_before(start: Start, since: float | None) -> dict[str, float]:
-    """Return the seconds from the previous start's end, or the job's submission, to this start.
+    """Return the seconds between the end of the previous start (`since`) and this start.
 
-    Keys are "between", "queue" and "startup" of HOURS. All seconds are "between" if
+    The seconds are by key of HOURS: "between", "queue" and "startup". Before the first start,
+    without `since`, the seconds count from the submission of the job. All seconds are "between" if
     provenance.json has no start time of the job.
     """
     submitted, began = (number(start.job.get(f"{key}_time")) for key in ("submit", "start"))
@@ -100,7 +102,7 @@ def _seconds_before(start: Start, since: float | None) -> dict[str, float]:
 
 
 def _seconds_of(start: Start) -> dict[str, float]:
-    """Return the seconds of a start by key of HOURS, as far as its log lines show them."""
+    """Return the seconds of a start by key of HOURS, as far as the start's log lines show them."""
     trained = [line for line in start.lines if line["event"] == "train"]
     first, step_time, wait, lost = (
         np.nan_to_num(column(trained, key))
@@ -119,7 +121,7 @@ def _seconds_of(start: Start) -> dict[str, float]:
 
 
 def memory_by_rank(run: History) -> list[Point]:
-    """Return the memory of each rank as points.
+    """Return the memory of each rank as points for a chart.
 
     Only a sample of the log lines is read, including the lowest and highest values. A point has
     event, step, hours, rank (a text), key (DEVICE or HOST), gib, and `left`: the GiB that the
@@ -141,14 +143,14 @@ def memory_by_rank(run: History) -> list[Point]:
 
 
 def _ranks_of(run: History, lines: Sequence[Line]) -> list[list[dict[str, Any]]]:
-    """Return the ranks' values for each of these log lines, read again from metrics.jsonl."""
+    """Return the field `memory_by_rank` of each log line, read again from metrics.jsonl."""
     with (run.path / FILE_NAME).open("rb") as file:
         whole = [read_line(file.readline()) for line in lines if file.seek(line["at"]) >= 0]
     return [(line or {}).get("memory_by_rank", []) for line in whole]
 
 
 def memory_table(points: Sequence[Point]) -> list[Point]:
-    """Return the point with the most memory of each phase, and the median of the ranks at its step.
+    """Return a row per phase: the point with the most memory, and the ranks' median at this step.
 
     Return [] if only one rank was logged, in one phase.
     """
@@ -163,15 +165,15 @@ def memory_table(points: Sequence[Point]) -> list[Point]:
 
 
 def slowest(line: Line) -> str:
-    """Return the name of the slowest rank, from a training log."""
+    """Return the name of the slowest rank in a training log line, such as `rank 3 (node-2)`."""
     return f"rank {line['slowest_rank']} ({line.get('slowest_host')})"
 
 
 def stragglers(run: History) -> list[dict[str, Any]]:
     """Return the ranks that other ranks waited for, the longest wait first.
 
-    seconds: how long the others waited for this rank. share: `seconds` as a share of the time of
-    all steps. logs: the share of logs that name this rank as the slowest.
+    seconds: how long the other ranks waited for this rank. share: `seconds` as a share of the time
+    of all steps. logs: the share of logs that name this rank as the slowest.
     """
     steps, times, shares = (
         np.nan_to_num(column(run.trained, key)) for key in ("step", "step_time_s", "slowest_cost")
@@ -190,7 +192,7 @@ def stragglers(run: History) -> list[dict[str, Any]]:
 
 
 def settings_that_differ(runs: Sequence[History]) -> list[tuple[str, list[Any]]]:
-    """Return the settings, versions and launch options that differ, with the value of each run."""
+    """Return (name, value of each run) of settings, versions and launch options that differ."""
     facts = []
     for run in runs:
         launch, git = run.entry.get("launch") or {}, run.entry.get("git") or {}
@@ -208,7 +210,7 @@ def settings_that_differ(runs: Sequence[History]) -> list[tuple[str, list[Any]]]
 
 
 def figures(run: History) -> dict[str, Any]:
-    """Return the numbers of a run for the report's tables; None if a number is unknown."""
+    """Return {name: number} of a run for the report's tables; None if a number is unknown."""
     last = run.trained[-1] if run.trained else {}
 
     def over_all(key: str, reduce: Callable[[Any], Any], logs: int = 0) -> float | None:

@@ -1,8 +1,9 @@
 """The content of a run directory as a `History`: typed, frozen values, without torch or numpy.
 
-Any file may be missing, truncated or damaged. The other files are read, and `damaged` and `missing`
-list the faults. If a run resumes at step N, earlier log lines with a step > N are marked as `lost`.
-They stay in `Start.lines`, so the report can show lost work. `History.lines` leaves them out.
+Any file may be missing, truncated or damaged. The other files are read, and the fields `damaged`
+and `missing` list the faults. If a run resumes at step N, earlier log lines with a step > N are
+marked as `lost`. Lost lines stay in `Start.lines`, so the report can show lost work.
+`History.lines` has no lost lines.
 """
 
 import contextlib
@@ -43,15 +44,16 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Start:
-    """One start of the training script in this directory. Times are unix seconds.
+    """A start: one execution of the training script in a run directory. Times are unix seconds.
 
     entry: the start's element of `starts` in provenance.json, {} if missing. began: the time in
     `entry`. owner: the start's file in .lock. trained: when training began, None if it never did.
-    done: the step from which it resumed, -1 for a new run. ended: time of the last heartbeat or log
-    line. error: why it ended (from the job's verdict.txt, .lock or the job's log). by_slurm: why
-    Slurm ended the job, "" if its log does not say so or was not read. lost_steps: number of steps
-    that a later start repeated. Each line has `hours` (running time of all starts until then),
-    `lost` (whether a later start repeated its step) and `at` (its offset in metrics.jsonl).
+    done: the step from which the start resumed, -1 for a new run. ended: time of the last heartbeat
+    or log line. error: why the start ended (from the job's verdict.txt, .lock or the job's log).
+    by_slurm: why Slurm ended the job, "" if the log does not say so or was not read. lost_steps:
+    number of steps that a later start repeated. Each line has `hours` (running time of all starts
+    until then), `lost` (whether a later start repeated its step) and `at` (its offset in
+    metrics.jsonl).
     """
 
     began: float
@@ -67,17 +69,17 @@ class Start:
 
     @property
     def last_event(self) -> str | None:
-        """The event of the last line except saves, because background saves are logged late."""
+        """The event of the last line, without saves, because background saves are logged late."""
         return next((one["event"] for one in reversed(self.lines) if one["event"] != "save"), None)
 
     @property
     def last_step(self) -> int:
-        """The last logged step. If no step is logged, the step at which this start began."""
+        """The last logged step; without log lines, the step at which this start began."""
         return max((line["step"] for line in self.lines), default=max(self.done, 0))
 
     @property
     def job(self) -> Mapping[str, Any]:
-        """The Slurm job of this start, as in provenance.json; empty outside of Slurm."""
+        """The Slurm job of this start as in provenance.json; {} outside of Slurm."""
         return self.entry.get("slurm") or {}
 
 
@@ -91,7 +93,10 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class Page:
-    """A text file matching PAGES. `beside`: for a profile, the names of all files in its folder."""
+    """A text file for people, such as a report on a hang (see PAGES).
+
+    beside: for a profile, the names of all files in its folder.
+    """
 
     name: str
     text: str
@@ -103,10 +108,10 @@ class Page:
 class History:
     """The content of a run directory.
 
-    refused: the file in .lock of the newest start, if this start failed the checks and an earlier
-    start passed them. lines: lines of metrics.jsonl that are not `lost`. first_lines: the beginning
-    of metrics.jsonl. checkpoints: committed checkpoints, newest first. nonfinite: contents of the
-    files nonfinite-step-N.json.
+    refused: the lock file of the newest start, if this start failed its checks and an earlier start
+    passed them. lines: the lines of metrics.jsonl that no later start repeated. first_lines: the
+    beginning of metrics.jsonl. checkpoints: manifests of committed checkpoints, newest first.
+    nonfinite: contents of the files nonfinite-step-N.json.
     """
 
     path: Path
@@ -131,17 +136,17 @@ class History:
 
     @cached_property
     def trained(self) -> list[Line]:
-        """The training logs without `lost` lines."""
+        """The training log lines that no later start repeated."""
         return [line for line in self.lines if line["event"] == "train"]
 
     @cached_property
     def entry(self) -> Mapping[str, Any]:
-        """The entry in provenance.json of the last start that has an entry, or {}."""
+        """The newest element of `starts` in provenance.json that belongs to a start, or {}."""
         return next((start.entry for start in reversed(self.starts) if start.entry), {})
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The settings of the last start: those of the first start with all later changes."""
+        """The settings of the last start: the first start's settings with all later changes."""
         settings: dict[str, Any] = redacted(self.record.settings)
         for start in self.starts:
             settings |= start.entry.get("changed") or {}
@@ -149,12 +154,12 @@ class History:
 
     @cached_property
     def last_trained(self) -> Start | None:
-        """The last start that trained."""
+        """The last start that reached training, or None."""
         return next((start for start in reversed(self.starts) if start.trained is not None), None)
 
     @property
     def last_step(self) -> int | None:
-        """The last step of the last start that trained; None if training never began."""
+        """The last logged step of the last start that reached training, or None."""
         return self.last_trained.last_step if self.last_trained else None
 
     @property
@@ -187,8 +192,8 @@ class History:
 def read_run(path: Path, *, whole: bool = True) -> History:
     """Read a run directory. Missing and damaged files raise no error: `History` lists them.
 
-    Unless `whole`, save time: read only the beginning and end of a long metrics.jsonl, only the
-    newest checkpoint's manifest, and no job log.
+    whole: False saves time. Then only the beginning and end of a long metrics.jsonl and the newest
+    checkpoint's manifest are read, and no job log.
     """
     record = RunRecord(path, lenient=True)
     damaged = [f"{name} {text}" for name, text in record.damage.items()]
@@ -236,7 +241,11 @@ def unix_s(text: Any) -> float | None:
 def _read_journal(
     path: Path, whole: bool, damaged: list[str], missing: list[str]
 ) -> tuple[list[Line], list[Line], int]:
-    """Return (first lines, all lines or the last lines if not `whole`, number of damaged lines)."""
+    """Return (first lines, all lines, number of damaged lines) of metrics.jsonl.
+
+    whole: False reads only the first and the last lines of a long file. Faults are added to
+    `damaged` and `missing`.
+    """
     try:
         size, tail = path.stat().st_size, TAIL_BYTES
         lines, count = read_lines(path, last=None if whole else tail, ranks=False)
@@ -261,10 +270,10 @@ def _read_journal(
 def _read_owners(
     path: Path, entries: Sequence[Mapping[str, Any]]
 ) -> tuple[list[RunOwner], RunOwner | None]:
-    """Return (starts in .lock, newest first; the newest start if it was refused, or None).
+    """Return (lock files of starts, newest first; lock file of a refused newest start, or None).
 
-    A refused start released its lock in the phase "starting" and is not in provenance.json. The
-    list contains a refused start only if the run has no other start.
+    A refused start failed its checks: it released its lock in the phase "starting" and is not in
+    provenance.json. The list contains a refused start only if the run has no other start.
     """
     begun = (unix_s(entries[-1]["time"]) or 0.0) if entries else 0.0
     owners = list(run_owners(path))
@@ -277,7 +286,10 @@ def _read_owners(
 
 
 def _grouped(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]]) -> list[Start]:
-    """Assign log lines to starts. A line `started` or `resumed` is the first line of a start."""
+    """Return the starts, made of their elements in provenance.json, with their log lines.
+
+    A line `started` or `resumed` is the first line of a start.
+    """
     starts = [Start(unix_s(entry["time"]) or 0.0, entry) for entry in entries]
     current = -1
     own: dict[int, list[Line]] = {}
@@ -334,7 +346,7 @@ def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Star
 
 
 def _with_cause(path: Path, start: Start, read: Callable[[Path], str]) -> Start:
-    """Set the start's `error`, from the job's verdict.txt, the file in .lock or the job's log."""
+    """Return the start with `error` and `by_slurm`, from verdict.txt, .lock and the job's log."""
     cause, by_slurm = start.owner.error if start.owner else None, ""
     if start.job.get("job_id"):
         # The log is named by --output. Read only these folders: a foreign run may name any path.

@@ -1,7 +1,7 @@
 """GPU-hours of a run by use, the end of `max_gpu_hours`, and the energy of the GPUs.
 
-The files in .lock have the seconds of each phase of each start, so metrics.jsonl is not read. The
-number of GPUs is the number of ranks. Ranks on CPUs are counted in process-hours.
+The seconds of each phase come from the files in .lock, so metrics.jsonl is not read. The number of
+GPUs is the number of ranks. The hours of ranks on CPUs are process-hours.
 """
 
 import os
@@ -16,7 +16,7 @@ from utils.host.run_lock import WATCH_S
 from utils.observe.endings import End, end_of_start
 from utils.observe.history import History, Start, read_run
 
-# The phases of each part; tests compare them with callbacks.progress.Phase.
+# The uses of GPU-hours, each with its phases. Tests compare with callbacks.progress.Phase.
 PHASES: dict[str, tuple[str, ...]] = {
     "training": ("training",),
     "evaluation": ("evaluating",),
@@ -27,7 +27,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "between restarts": (),
     "other": ("finishing",),
 }
-REDONE = "training", "evaluation", "saves"  # parts that a later start repeats after a failure
+REDONE = "training", "evaluation", "saves"  # a later start repeats these after a failure
 GPU_HOURS, PROCESS_HOURS = "GPU-hours", "process-hours"
 LARGEST = 10**7  # a larger number of ranks is damage
 CO2 = "STOKER_CO2_G_PER_KWH"
@@ -35,9 +35,10 @@ CO2 = "STOKER_CO2_G_PER_KWH"
 
 @dataclass(frozen=True)
 class Hours:
-    """The hours of all starts of a run, times their ranks, by the keys of PHASES.
+    """The GPU-hours of a run: the hours of all starts of the script, times their ranks.
 
-    unit: GPU_HOURS or PROCESS_HOURS. kwh: energy in training, 0 if it was not counted.
+    parts: GPU-hours by key of PHASES. unit: GPU_HOURS or PROCESS_HOURS. kwh: energy in training, 0
+    if unknown.
     """
 
     parts: dict[str, float]
@@ -46,7 +47,7 @@ class Hours:
 
     @property
     def total(self) -> float:
-        """The sum of all parts."""
+        """The sum of the GPU-hours over all keys of PHASES."""
         return sum(self.parts.values())
 
     def __str__(self) -> str:
@@ -56,9 +57,10 @@ class Hours:
 
 
 def hours_of(run: History) -> Hours:
-    """Return the hours of a run.
+    """Return the GPU-hours of a run.
 
-    The first starts of a run that took a checkpoint of another run are those of that run.
+    If the run took a checkpoint of another run, the other run's starts are not counted. These
+    starts come first in provenance.json and have no file in .lock.
     """
     parts = dict.fromkeys(PHASES, 0.0)
     before, ranks = None, 1
@@ -80,7 +82,10 @@ def _ranks(start: Start) -> int:
 
 
 def _seconds(run: History, start: Start, before: Start | None) -> dict[str, float]:
-    """Return the seconds of a start by part; their sum is the time that the start had its GPUs."""
+    """Return the seconds of a start by key of PHASES. Their sum is the start's time with GPUs.
+
+    before: the previous start
+    """
     spent = start.owner.spent if start.owner else {}
     saved = start.owner.saved if start.owner else {}
     began = start.owner.since if start.owner else start.began
@@ -88,7 +93,7 @@ def _seconds(run: History, start: Start, before: Start | None) -> dict[str, floa
     rest = max(start.ended - began - sum(spent.values()), 0.0)
     if spent:
         rest = min(rest, 2 * WATCH_S)  # since the last heartbeat; more if a clock was wrong
-    elif start.trained:  # by an older version of Stoker
+    elif start.trained:  # the lock file of an older Stoker
         parts["starts"] = min(max(start.trained - began, 0.0), rest)
         rest -= parts["starts"]
     end = end_of_start(run, start)
@@ -108,9 +113,10 @@ def _by_part(spent: Mapping[str, float]) -> dict[str, float]:
 
 
 def _before(start: Start, began: float, before: Start | None) -> tuple[str, float]:
-    """Return the part and the seconds that the job had its GPUs before this start began.
+    """Return (key of PHASES, seconds): the time that the job held its GPUs before this start began.
 
-    Only the job scripts count their restarts. In a shell, other commands may have run before.
+    In a shell the seconds are 0, because other commands may have run before. Only the job scripts
+    count their restarts.
     """
     restarts = start.job.get("restart_in_job")
     if restarts is None:
@@ -123,7 +129,7 @@ def _before(start: Start, began: float, before: Start | None) -> tuple[str, floa
 
 
 def end_of_budget(output_dir: Path, max_gpu_hours: float | None) -> float | None:
-    """Return when this start will have used up the hours, in unix seconds; None without a limit."""
+    """Return the unix time at which this run will have used `max_gpu_hours`; None: no limit."""
     run = read_run(output_dir, whole=False)
     if max_gpu_hours is None or not run.starts:
         return None
@@ -132,7 +138,7 @@ def end_of_budget(output_dir: Path, max_gpu_hours: float | None) -> float | None
 
 
 def amount(number: float) -> str:
-    """Format hours or kWh with three digits.
+    """Format hours or kWh with three digits, and amounts below 0.001 as 0.
 
     >>> amount(0.0123), amount(123.4), amount(12_345.6), amount(0.0001)
     ('0.0123', '123', '12,346', '0')
@@ -143,7 +149,7 @@ def amount(number: float) -> str:
 
 
 def sum_in_words(several: Sequence[Hours]) -> str:
-    """Return the hours and energy of several runs, and the CO2 if the user gave a factor."""
+    """Return a text: total hours and energy of runs, and CO2 if STOKER_CO2_G_PER_KWH is set."""
     texts = []
     for unit in (GPU_HOURS, PROCESS_HOURS):
         if total := sum(hours.total for hours in several if hours.unit == unit):

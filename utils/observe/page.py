@@ -41,7 +41,7 @@ from utils.observe.run_state import (
 )
 
 FILE_NAME, FOLDER_PAGE = REPORT, "runs.html"
-CURVE_POINTS = 60  # of a small curve
+CURVE_POINTS = 60  # of the small loss curve of a run
 SHOWN = {"spikes": 30, "evaluations": 20, "documents": 200, "characters": 4000, "faults": 50}
 _HERE = Path(__file__).parent
 # Control characters, halves of surrogate pairs and noncharacters. Names and texts may contain them.
@@ -53,10 +53,10 @@ logger = logging.getLogger(__name__)
 
 
 def run_directories(named: Sequence[Path], *, compare: bool) -> list[Path]:
-    """Return the runs in `named`, and for each other folder in `named` the runs directly inside.
+    """Return the run directories in `named`, and the runs directly inside other folders in `named`.
 
-    With `compare` and a single named run, return all runs in its parent folder. Raises
-    ConfigurationError if a path is no run and contains no run.
+    compare: for a single named run, return all runs in its parent folder. Raises ConfigurationError
+    if a path is no run and contains no run.
     """
     found: list[Path] = []
     problems = []
@@ -77,7 +77,8 @@ def run_directories(named: Sequence[Path], *, compare: bool) -> list[Path]:
 def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None) -> Path:
     """Write the report of one run, or a comparison of several; return the path of the HTML file.
 
-    With `picture`, also draw this file. Raises ConfigurationError if reading or writing fails.
+    output: the HTML file (None: report.html in the run, or here for several runs). picture: also
+    draw the charts into this file. Raises ConfigurationError if reading or writing fails.
     """
     runs = [read_run(path) for path in paths]
     for run in runs:
@@ -104,7 +105,7 @@ def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None
 
 
 def write_at_the_end(output_dir: Path) -> None:
-    """Write report.html when a run ends. Only log a failure, because the training is done."""
+    """Write report.html when a run ends. Only log an error, because the training is done."""
     try:
         write_pages([output_dir], None, None)
     except Exception as error:
@@ -112,7 +113,7 @@ def write_at_the_end(output_dir: Path) -> None:
 
 
 def log_next_step(output_dir: Path) -> None:
-    """Log as the last line what the user types next: chat, or the command that resumes."""
+    """Log as the last line the user's next command: chat with the model, or resume the run."""
     try:
         run = read_run(output_dir, whole=False)
         page = f"; report: {output_dir / FILE_NAME}" if (output_dir / FILE_NAME).is_file() else ""
@@ -122,9 +123,10 @@ def log_next_step(output_dir: Path) -> None:
 
 
 def write_folder_page(all_in: str | None, output: Path | None, refresh_s: float | None) -> Text:
-    """Write a page of all runs in a folder (None: runs/), by default to its runs.html; say so.
+    """Write an HTML page of all runs in a folder; return a line that names the page.
 
-    A browser loads the page again after `refresh_s` seconds. Raises ConfigurationError.
+    all_in: the folder (None: runs/). output: the page (None: runs.html in the folder). A browser
+    loads the page again after `refresh_s` seconds. Raises ConfigurationError.
     """
     folder = Path(all_in or "runs")
     users = sorted({user_of(path) for path in runs_below(folder)} - {UNKNOWN})
@@ -141,7 +143,7 @@ def write_folder_page(all_in: str | None, output: Path | None, refresh_s: float 
             {"run": run, "name": names[run.run], "curve": curve, "link": _link(page, output)}
         )
     faults: list[Fault] = []
-    with contextlib.suppress(OSError):  # status.py --nodes names the error
+    with contextlib.suppress(OSError):  # status.py --nodes shows the error
         faults = read_ledger()[0][-SHOWN["faults"] :]
     of_jobs = [
         "failed" if job.log else "waiting" if job.state == "PENDING" else "starting" for job in jobs
@@ -159,7 +161,7 @@ def write_folder_page(all_in: str | None, output: Path | None, refresh_s: float 
 
 
 def _small_curve(run: RunStatus) -> str:
-    """Return the points of a polyline of the loss, 100 wide and 26 high; "" without two logs."""
+    """Return the loss as the points of an SVG polyline, 100 wide and 26 high; "" below two logs."""
     points = sampled_losses(Path(run.run) / JOURNAL, CURVE_POINTS)
     if run.step is not None and run.loss is not None:
         points = [(step, loss) for step, loss in points if step < run.step] + [(run.step, run.loss)]
@@ -189,7 +191,7 @@ def _write(output: Path, body: str, facts: dict[str, Any], data: dict[str, Any])
 
 
 def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
-    """Return report.html. "<" in data is escaped, so no text can end the script element."""
+    """Return the page as HTML. "<" in data is escaped, so no text can end the script element."""
     from jinja2 import Environment, FileSystemLoader
 
     environment = Environment(
@@ -229,7 +231,7 @@ def _facts_of_one(run: History) -> dict[str, Any]:
 
 
 def _headline(run: History) -> dict[str, str]:
-    """Return what was trained, how and on what, as far as known: a text for each name."""
+    """Return texts on model, data, learning rate, batch, GPUs and hosts of a run, by name."""
     settings, launch = run.settings, run.entry.get("launch") or {}
     data = settings.get("train_data") or ()
     model = str(settings.get("model_name_or_path") or settings.get("model_config") or "")
@@ -262,15 +264,16 @@ def _exponential(loss: float) -> float:
 
 
 def _shortened(text: Any) -> str:
-    """Return the beginning of a sample, with known secrets masked."""
+    """Return a sample's first characters, with known secrets masked."""
     shown, most = redact(str(text)), SHOWN["characters"]
     return shown[:most] + "..." * (len(shown) > most)
 
 
 def _start_rows(run: History) -> list[dict[str, Any]]:
-    """Return a row per start. left, width: place on the time bar, in percent of the bar.
+    """Return the rows of the report's table of starts, with positions on a time bar.
 
-    useful: the percentage of `width` that no failure or interruption lost.
+    left, width: position on the time bar, in percent of the bar. useful: the percentage of `width`
+    that no failure or interruption lost.
     """
     begin, end = run.starts[0].began, max(start.ended for start in run.starts)
     whole = max(end - begin, 1e-9)
@@ -310,12 +313,12 @@ def _facts_of_several(runs: Sequence[History], output: Path) -> dict[str, Any]:
 
 
 def figure(value: float | None, digits: int = 4) -> str:
-    """Format a number with `digits` significant digits; "-" for None."""
+    """Format a number with `digits` significant digits; None as "-"."""
     if value is None or not math.isfinite(value):
         return "-" if value is None else str(value)
     return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:,.0f}"
 
 
 def clock(seconds: float | None) -> str:
-    """Format unix seconds as local date, time and time zone; "-" for None."""
+    """Format unix seconds as local date, time and time zone; None as "-"."""
     return "-" if not seconds else time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))

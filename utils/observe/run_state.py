@@ -35,7 +35,7 @@ STATES = ("running", "starting", "waiting", "failed", "stopped", "finished")
 LINES = 5  # the speed is the median of this many training logs
 SQUEUE_S = 5.0
 UNKNOWN = "unknown"  # a user without a name
-SHOWN_S = 7 * 24 * 3600  # how long a job that ended before its run began is shown
+SHOWN_S = 7 * 24 * 3600  # how long status.py shows a job that ended before its run began
 LAST_BYTES, LONGEST_LINE = 2**16, 500  # of the log of this job
 
 
@@ -101,9 +101,13 @@ def runs_below(directory: Path) -> list[Path]:
 def runs_of_folder(
     all_in: str | None, jobs: Mapping[str, Job]
 ) -> tuple[list[RunStatus], dict[str, str], list[Job]]:
-    """Return the runs of a folder (None: runs/), their names in it, and jobs without a run."""
+    """Return (status of each run in a folder, names of the runs by path, Slurm jobs without a run).
+
+    all_in: the folder (None: runs/). The names are relative to the folder. jobs: from
+    `queued_jobs`. Raises ConfigurationError if the folder `all_in` does not exist.
+    """
     folder = Path(all_in or "runs")
-    none_yet = all_in is None and not folder.is_dir()  # show waiting jobs
+    none_yet = all_in is None and not folder.is_dir()  # no run yet: show waiting jobs
     runs = []
     for path in [] if none_yet else runs_below(folder):
         with contextlib.suppress(ConfigurationError):  # deleted meanwhile
@@ -112,14 +116,17 @@ def runs_of_folder(
     runs.sort(key=lambda run: (STATES.index(run.state), run.run))
     known = {run.job.id for run in runs if run.job}
     others = [job for job in jobs.values() if job.id not in known]
-    if all_in is not None:  # the failed jobs of other folders are not asked for
+    if all_in is not None:  # leave out failed jobs of other folders
         below = f"{folder.resolve()}{os.sep}"
         others = [job for job in others if not job.log or str(job.output_dir).startswith(below)]
     return runs, names, others
 
 
 def sums_of_hours(runs: Sequence[RunStatus], names: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return (name, hours and energy) of all runs, each folder and each user; `names` by run."""
+    """Return (name, text with hours and energy) for all runs together, each user and each folder.
+
+    names: the name of each run relative to the listed folder
+    """
     groups: dict[str, list[Hours]] = {"all runs": []}
     for run in runs:
         folder = Path(names[run.run]).parent
@@ -130,9 +137,9 @@ def sums_of_hours(runs: Sequence[RunStatus], names: Mapping[str, str]) -> list[t
 
 
 def queued_jobs(users: Sequence[str] = ()) -> dict[str, Job]:
-    """Return the jobs of this user and of `users`, queued or ended before their run, by ID.
+    """Return {job id: job} of the jobs of this user and of `users` in Slurm's queue.
 
-    Return {} without squeue.
+    Submitted jobs that ended before their run began are included. Return {} without squeue.
     """
     if shutil.which("squeue") is None:
         return {}
@@ -161,7 +168,7 @@ def queued_jobs(users: Sequence[str] = ()) -> dict[str, Job]:
 
 
 def _last_words(log: Path, run: Path, job: str) -> str:
-    """Return the last line of a job's log; "" for an old log, or if the job began its run."""
+    """Return the last line of a job's log, "" if the log is old or the job's run began."""
     if not log.is_file():
         return ""
     ended = log.stat().st_mtime
@@ -175,7 +182,7 @@ def _last_words(log: Path, run: Path, job: str) -> str:
 
 
 def _began(run: Path, job: str, ended: float) -> bool:
-    """Return whether the run in a directory was started by a job, or after its end."""
+    """Return whether a job began the run in a directory, or a start came after the job's end."""
     starts = RunRecord(run, lenient=True).starts if is_run(run) else []
     slurm = [start.get("slurm") or {} for start in starts]
     ours = (job in (one.get("job_id"), one.get("array_job_id")) for one in slurm)
@@ -183,7 +190,7 @@ def _began(run: Path, job: str, ended: float) -> bool:
 
 
 def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
-    """Return the status of the run in a directory. Raises ConfigurationError if it is no run."""
+    """Return the status of the run in a directory. Raises ConfigurationError if there is no run."""
     own = str(directory.resolve())
     failed = next((job.failure for job in jobs.values() if job.log and job.output_dir == own), None)
     jobs = {id_: job for id_, job in jobs.items() if not job.log}
@@ -257,7 +264,7 @@ def user_of(directory: Path) -> str:
 
 
 def _refusal(run: History) -> str | None:
-    """Return why the newest start failed its checks, if it did."""
+    """Return the error of the newest start's failed checks and its age as a text, or None."""
     if run.refused is None:
         return None
     why = run.refused.error or "a start ended before training"

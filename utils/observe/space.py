@@ -1,8 +1,8 @@
-"""Space: what `status.py --space` shows, and the verified copy of `status.py --keep`.
+"""Disk space: the output of `status.py --space`, and the verified copies of `status.py --keep`.
 
-`--space` deletes nothing. `--keep` fills a hidden folder, which is moved when all files are
-verified. The run may train meanwhile: a committed checkpoint does not change, and the journal only
-gets more lines.
+`--space` deletes nothing. `--keep` copies into a hidden folder and moves the folder to its place
+after all files are verified. The run may train meanwhile: a committed checkpoint does not change,
+and the journal only gets more lines.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from utils.host.journal_file import FILE_NAME as JOURNAL
 from utils.host.journal_file import printable
 from utils.observe.run_state import queued_jobs, read_status
 
-KINDS = {JOURNAL: "run", PROVENANCE: "run", "stoker.json": "dataset"}  # by a file in the folder
+KINDS = {JOURNAL: "run", PROVENANCE: "run", "stoker.json": "dataset"}  # kinds of folders by file
 DAY_S = 24 * 3600
 WARN_DAYS = 7
 QUOTA_S = 5.0
@@ -33,9 +33,10 @@ QUOTA_S = 5.0
 
 @dataclass
 class Space:
-    """The files of a run, dataset or cache: bytes by part, number of inodes, the oldest file.
+    """The files of a run, dataset or cache.
 
-    unread: errors of folders that cannot be read
+    parts: bytes of "checkpoints", "final" and "logs" (all other files). oldest: time in unix
+    seconds and path of the oldest file. unread: errors of folders that cannot be read.
     """
 
     parts: Counter[str] = field(default_factory=Counter)
@@ -45,9 +46,9 @@ class Space:
 
 
 def show_space(folder: Path) -> str:
-    """Return lines on the spaces below a folder and the caches, on purge, quota and unneeded files.
+    """Return a text: sizes of runs, datasets and caches, purge dates, quota, unneeded files.
 
-    Raises ConfigurationError.
+    Raises ConfigurationError for a missing folder and wrong STOKER_PURGE_ variables.
     """
     days = os.environ.get("STOKER_PURGE_DAYS") or "0"
     purged_by = os.environ.get("STOKER_PURGE_BY") or "mtime"
@@ -93,7 +94,7 @@ def show_space(folder: Path) -> str:
 
 
 def find_spaces(folder: Path, unread: list[OSError]) -> dict[Path, str]:
-    """Return the kind of each run and dataset below a folder, and of the caches.
+    """Return {path: kind} of the runs and datasets below a folder, and of the caches.
 
     Links are followed only in the folder itself, because runs/ is often a link. `unread` gets an
     error for each folder that cannot be read.
@@ -120,7 +121,10 @@ def _is_below_home(path: Path) -> bool:
 
 
 def measure(folder: Path, purged_by: str, seen: set[tuple[int, int]]) -> Space:
-    """Return the space of a folder without inodes that were `seen` before."""
+    """Return the disk space of a folder, without files in `seen`; add the files to `seen`.
+
+    purged_by: the time that dates the oldest file, atime or mtime. seen: (device, inode) of files.
+    """
     space = Space()
     for top, folders, names in os.walk(folder, onerror=space.unread.append):
         space.inodes += len(folders)
@@ -140,7 +144,7 @@ def measure(folder: Path, purged_by: str, seen: set[tuple[int, int]]) -> Space:
 
 
 def _quota(folder: Path) -> Iterator[str]:
-    """Yield what the commands for quotas print."""
+    """Yield the output lines of the commands `quota` and `lfs quota`."""
     commands = ["quota", "-s"], ["lfs", "quota", "-h", str(folder)]
     there = [command for command in commands if shutil.which(command[0])]
     if not there:
@@ -159,7 +163,8 @@ def _quota(folder: Path) -> Iterator[str]:
 def keep_run(run: Path, say: Callable[[str], None]) -> None:
     """Copy final/, record, journal, report, newest and best checkpoint of a run to STOKER_ARCHIVE.
 
-    An earlier copy stays until the new one is complete, or if the run has lost files of it. Raises
+    An earlier copy stays until the new copy is complete. If the earlier copy has files that the run
+    has lost, raise StorageError and change nothing. `say` prints progress. Raises
     ConfigurationError, StorageError, OSError.
     """
     archive = _archive_for(run)
@@ -215,7 +220,7 @@ def keep_run(run: Path, say: Callable[[str], None]) -> None:
 
 
 def _copy_of(run: Path) -> Path | None:
-    """Return the copy of a run in STOKER_ARCHIVE if it has all logs of the run."""
+    """Return the path of a run's copy in STOKER_ARCHIVE; None unless it has all logs of the run."""
     copy = Path(os.environ.get("STOKER_ARCHIVE", "(not set)"), run.resolve().name)
     records = [RunRecord(each, lenient=True).run_id for each in (run, copy) if is_run(each)]
     sizes = [(each / JOURNAL).stat().st_size for each in (run, copy) if (each / JOURNAL).is_file()]
@@ -224,7 +229,7 @@ def _copy_of(run: Path) -> Path | None:
 
 
 def _archive_for(run: Path) -> Path:
-    """Return STOKER_ARCHIVE. Raises ConfigurationError if the copy cannot be there."""
+    """Return the path STOKER_ARCHIVE. Raises ConfigurationError if it cannot take the run."""
     named = os.environ.get("STOKER_ARCHIVE") or "(not set)"
     archive = Path(named).resolve()
     target = archive / run.resolve().name
@@ -242,14 +247,20 @@ def _archive_for(run: Path) -> Path:
 
 
 def _lost_files(copy: Path, names: list[str], step: int) -> list[str]:
-    """Return what an earlier copy has and the run has not, which has checkpoints up to `step`."""
+    """Return the files and later checkpoints of an earlier copy that the run has lost.
+
+    names: the run's files. step: the run's newest checkpoint.
+    """
     there = [name for name in files.list_files(copy) if not name.startswith("checkpoint-")]
     later = [path.name for at, path in discovery.numbered_checkpoints(copy) if at > step]
     return [*later, *(name for name in there if name not in names)]
 
 
 def _copy_journal(journal: Path, copy: Path) -> list[str]:
-    """Copy a journal, to which the run may append, if there is one; return problems."""
+    """Copy the journal, if there is one; return problems as texts.
+
+    The run may append lines meanwhile.
+    """
     if not journal.is_file():
         return []
     shutil.copyfile(journal, copy)

@@ -1,4 +1,4 @@
-"""The output of status.py (lines, a table or JSON), and `--sync`: upload of offline wandb runs."""
+"""The output of status.py (lines, a table, JSON), and `--sync`: upload of offline wandb runs."""
 
 import dataclasses
 import os
@@ -62,7 +62,10 @@ def show_runs(
 
 
 def show_nodes(as_json: bool) -> str | RenderableType:
-    """Return the ledger of bad nodes: JSON, or a table with the latest fault first."""
+    """Return the ledger of bad nodes: JSON, or a table with the latest fault first.
+
+    Raises ConfigurationError if the ledger cannot be read.
+    """
     try:
         faults, damaged = read_ledger()
     except OSError as error:
@@ -87,7 +90,7 @@ def show_nodes(as_json: bool) -> str | RenderableType:
 
 
 def show_spikes(run: Path, as_json: bool) -> str:
-    """Return the spikes of loss and gradient norm of a run, with the commands to type next."""
+    """Return a run's spikes of loss and gradient norm with the next commands, as text or JSON."""
     history = read_run(run)
     found = [*spikes_in(history.trained, "grad_norm"), *spikes_in(history.trained)]
     if as_json:
@@ -100,7 +103,11 @@ def show_spikes(run: Path, as_json: bool) -> str:
 
 
 def display(look: Callable[[], str | RenderableType], watch_s: float | None) -> int:
-    """Print what `look` returns. With `watch_s`, repeat after this many seconds until Ctrl-C."""
+    """Print the result of `look`; return exit code 0.
+
+    watch_s: call and print again every `watch_s` seconds until Ctrl-C. A text (JSON) is printed
+    once.
+    """
     first = look()
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     if watch_s is None or isinstance(first, str):
@@ -222,7 +229,7 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
 
 
 def sync_wandb(directories: Sequence[str], all_in: str | None) -> int:
-    """Upload offline wandb files that are not uploaded yet; return an exit code.
+    """Upload offline wandb files that are not uploaded yet; return exit code 0.
 
     The file of a running start is left for later, because wandb accepts a file only once. The file
     of a killed start is uploaded as far as it is complete; `wandb sync` alone would upload it again
@@ -272,6 +279,6 @@ def _upload(file: Path) -> bool:
 
 
 def say(text: str) -> None:
-    """Print a line, secrets masked."""
+    """Print a line at once, with secrets masked."""
     sys.stdout.write(f"{redact(text)}\n")
     sys.stdout.flush()
