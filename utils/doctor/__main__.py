@@ -294,7 +294,7 @@ def check_hub() -> Iterator[Finding]:
 
 
 def check_disk(directory: Path, name: str) -> Iterator[Finding]:
-    """Yield whether a directory is writable, and the free space. It need not exist yet.
+    """Yield whether a directory is writable, and its free space. The directory may be missing.
 
     name: the setting that names the directory.
     """

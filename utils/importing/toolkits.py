@@ -107,7 +107,7 @@ class Conversion:
         return self.given.pop(name).value if name in self.given else default
 
     def note(self, key: str, reason: str) -> None:
-        """Add a key of the config to `notes` under a reason, unless it is a toolkit's default."""
+        """Add a config's key to `notes` under a reason. Skip settings that are toolkit defaults."""
         if key != self.its_default and key not in self.notes.setdefault(reason, []):
             self.notes[reason].append(key)
 
@@ -181,7 +181,7 @@ def is_off(value: Any) -> bool:
 
 
 def listed(value: Any) -> list[Any]:
-    """Return a value as a list. Toolkits also accept a single entry, or several in "a, b"."""
+    """Return a value as a list: also a single entry, or several as "a, b", as toolkits accept."""
     if isinstance(value, str):
         return re.split(r"\s*,\s*", value)
     return value if isinstance(value, list) else [value]

@@ -45,8 +45,8 @@ class Mark(NamedTuple):
 class MarkedChat:
     """A chat, its copy with marks, and the positions of the marks in the plain rendering (`text`).
 
-    Marks surround the words between tags such as <think>. There is also a mark at the edge of a
-    text that begins or ends with a tag, and before an empty text. Raises UnusableRowError if marks
+    Marks surround the text between tags such as <think>. There is also a mark at the edge of a text
+    that begins or ends with a tag, and before an empty text. Raises UnusableRowError if marks
     change what the template prints, for example if the template compares the start of texts.
     `expected`: {(message index, kind): number of marks in a complete rendering}. `indices`: the
     position of each mark in `text`. `marks_of`: {message index: indices of its marks in `marks`}.
@@ -159,7 +159,7 @@ class MarkedChat:
         return {"type": name, name: self._text(part[name], index, kind, self._marks_empty)}
 
     def _text(self, text: str, index: int, kind: int, can_be_empty: bool = False) -> str:
-        """Return a text with marks around its words. Words in thinking tags count as reasoning."""
+        """Return a text with marks around its parts between tags. Thoughts count as reasoning."""
         if not text.strip():
             return self._mark(index, kind) + text if can_be_empty else text
         pieces = TAGS.split(text)

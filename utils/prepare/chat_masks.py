@@ -132,8 +132,8 @@ def _spans_of_blocks(
     """Return {turn: its {% generation %} blocks}. turns: the indices of the assistant's messages.
 
     Marks surround the text of each message (see chat_marks.py). A block belongs to the first turn
-    with marks inside the block. If no turn has marks inside, the block belongs to the first turn
-    after the last message with a mark before the block.
+    with marks inside the block. A block without such marks belongs to the first turn behind the
+    messages that are printed before the block.
     """
     own: dict[int, list[Span]] = {turn: [] for turn in turns}
     for start, stop in blocks:

@@ -37,7 +37,7 @@ Span = tuple[int, int]  # [start, stop), in characters
 class TurnDelimiter:
     """Finder of the start and the end of turns in the renderings of one template.
 
-    Names in the code for the texts that the template prints around the words of messages:
+    Names for the texts that the template prints around the words (own texts) of messages:
 
     gap        between the words of the previous message and the words of the turn
     following  between the words of the turn and the words of the next message
@@ -106,7 +106,10 @@ class TurnDelimiter:
     # --- the start of a turn
 
     def _header_length(self, chat: MarkedChat, turn: int, gap: str) -> int:
-        """Return where the header (<|im_start|>assistant) ends in `gap`, or UnusableRowError."""
+        """Return the index in `gap` where the header ends.
+
+        A header is a text such as <|im_start|>assistant. Raises UnusableRowError without a header.
+        """
         endings = self._endings(chat, chat.messages[:turn])
         header = self._header_like_prompt(chat, turn, gap, *endings) if endings else -1
         if header >= 0:
@@ -130,7 +133,8 @@ class TurnDelimiter:
     ) -> int:
         """Return the index in `gap` where the header ends, or -1 if `prompt` has another header.
 
-        bare, prompt: the texts behind the previous message without and with generation prompt.
+        The header is a text such as <|im_start|>assistant. bare, prompt: the texts behind the
+        previous message without and with generation prompt.
         """
         closed = self._end_of_last_message(chat, turn, gap, bare)
         reply, _, _ = self._followed_by(chat, turn, {"role": ASSISTANT}).partition(PROBE)
@@ -178,7 +182,7 @@ class TurnDelimiter:
         return -1 if is_other or has_words else cut
 
     def _end_of_last_message(self, chat: MarkedChat, turn: int, gap: str, bare: str) -> str:
-        """Return the part of `bare` that ends the previous message, without the next header."""
+        """Return the text that ends the previous message: `bare`, cut before a next header."""
         for role in ("user", "tool"):
             before, probe, _ = self._followed_by(chat, turn, {"role": role}).rpartition(PROBE)
             if probe:
@@ -222,8 +226,8 @@ class TurnDelimiter:
     def _end(self, chat: MarkedChat, turn: int, following: str) -> tuple[int, str]:
         """Return the length of the text that ends the turn, and a text to append to the rendering.
 
-        The length counts from the end of the turn's words. The text to append is "" if the template
-        itself ends the turn. Raises UnusableRowError if nothing ends the turn.
+        The length counts from the end of the turn's own text. The text to append is "" if the
+        template itself ends the turn. Raises UnusableRowError if nothing ends the turn.
         """
         is_last = turn == len(chat.messages) - 1
         printed = chat.behind_words(chat.messages[: turn + 1])

@@ -60,7 +60,7 @@ class SpecialTokens:
         )
 
     def around(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the special ids missing before a document with `ids`, and those missing behind."""
+        """Return the special token ids that a document lacks: those before, and those behind."""
         nothing = self.before[:0].astype(ids.dtype)
         begins = np.array_equal(ids[: self.before.size], self.before)
         before = nothing if begins else self.before.astype(ids.dtype)

@@ -1,8 +1,7 @@
 """Datasets of the Hugging Face Hub: the files of their splits, and paths in the Hub's cache.
 
 Preparation reads only the Hub's cache, so it needs no network. fetch.py fills the cache. For each
-commit and subset it also gets the list of the files of each split, and saves this list in the
-cache.
+commit and subset, fetch.py also saves the list of the files of each split in the cache.
 """
 
 import json

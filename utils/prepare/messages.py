@@ -163,7 +163,7 @@ def _single_messages(where: str, given: Any, turn: int) -> Iterator[dict[str, An
 
 
 def _split_tool_results(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the message, with each Anthropic `tool_result` part as a tool message of its own."""
+    """Yield a message in pieces: each `tool_result` part (Anthropic) becomes a tool message."""
     content = message.get("content")
     if not isinstance(content, list) or not any(map(_is_tool_result, content)):
         yield message
@@ -185,7 +185,7 @@ def _is_tool_result(part: Any) -> bool:
 
 
 def _question_and_answer(where: str, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the messages of an object with a question and its answer, else UnusableRowError."""
+    """Yield the messages of a question-answer object. UnusableRowError for other objects."""
     spelled = {key.lower(): key for key in message}
     asked = next((spelled[key] for key in _ASKED if key in spelled), None)
     answered = next((spelled[key] for key in _ANSWERED if key in spelled), None)

@@ -150,7 +150,7 @@ class RowSettings:
         return self.name_of("history" if alpaca else NEEDED[self.row_format][-1])
 
     def selects(self, fields: Mapping[str, Any]) -> bool:
-        """Return whether the filters keep a row. UnusableRowError if it lacks a filter's column."""
+        """Return whether the filters keep a row. UnusableRowError if a filter column is missing."""
         for name, _ in self.filters:
             if name not in fields:
                 message = f"no {name!r}, which the filter asks for ({_found(fields)})"

@@ -255,9 +255,9 @@ def _files_of_one_split(
 ) -> list[str]:
     """Return the paths of `split`, or all paths if their names show fewer than two splits.
 
-    given: the user's path or pattern, which `paths` are from. is_named: the user named the split.
-    Raises ValueError if a named split is missing. If any other split is missing, a pattern gives
-    all of its paths, and a folder raises ValueError.
+    given: the user's path or glob pattern. paths: the files found there. is_named: the user named
+    the split. Raises ValueError if `split` is missing. One exception: if the user named no split, a
+    pattern gives all of its paths.
     """
     if paths == [given]:
         return paths

@@ -261,7 +261,7 @@ class DocumentTokenizer:
         return re.compile("|".join(map(re.escape, words)) or "(?!)")
 
     def _thinks_after_closed_thought(self, document: ChatDocument) -> bool:
-        """Return whether the last answer thinks although its prompt ends with an empty thought."""
+        """Return whether the last answer has reasoning although its prompt has an empty thought."""
         last = len(document.messages) - 1
         message = document.messages[last]
         said = str(message.get("content"))

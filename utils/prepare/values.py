@@ -53,7 +53,7 @@ class Location:
 
 
 def pack_locations(locations: Sequence[Location]) -> str:
-    """Return JSON text: [path, unit, offset, [numbers]] for each group of neighbours in a file."""
+    """Return JSON text: [path, unit, offset, [numbers]] for consecutive locations in one file."""
     groups = groupby(locations, key=lambda each: (each.path, each.unit, each.offset))
     packed = [
         [str(Path(path).absolute()), unit, offset, [each.number for each in own]]
@@ -105,7 +105,7 @@ class UnusableRowError(ValueError):
 
 
 def wrong_type(what: str, wanted: str, value: Any) -> UnusableRowError:
-    """Return the UnusableRowError that says: `what` must be `wanted`, found the type of `value`."""
+    """Return the error "WHAT must be WANTED, found TYPE", where TYPE is the type of `value`."""
     message = f"{what} must be {wanted}, found {type(value).__name__}"
     return UnusableRowError("wrong_type", message)
 
@@ -146,7 +146,7 @@ def read_segments(column: str, fields: Mapping[str, Any]) -> Pieces:
 
 
 def read_tokens(column: str, fields: Mapping[str, Any]) -> Pieces:
-    """Return a tokenized row as [(ids, is trained on)], cut where its loss mask changes.
+    """Return a tokenized row as [(ids, is trained on)], cut where the loss mask changes.
 
     column: the column's name in errors. Raises UnusableRowError for padding, and for labels that
     are neither -100 nor the token's id.

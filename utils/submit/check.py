@@ -4,9 +4,9 @@
         COUNT OPTIONS... JOB_SCRIPT ARGUMENTS...
 
 The job is released on exit code 0. DIRECTORY: where sbatch was called. FIELDS: names of squeue's
-fields, joined by commas. ANSWER: squeue's output for the job. It has the value of each field,
-padded to WIDTH bytes, so that text in a value cannot look like another field. REFUSAL to QOS: see
-SlurmAnswers. COUNT: the number of OPTIONS.
+fields, joined by commas. ANSWER: squeue's output for the job: the value of each field, padded to
+WIDTH bytes. So text in a value cannot look like another field. REFUSAL to QOS: see SlurmAnswers.
+COUNT: the number of OPTIONS.
 """
 
 import contextlib
