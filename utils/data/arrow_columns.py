@@ -62,7 +62,7 @@ class ListColumn:
         return [values[chunk][start:stop] for chunk, start, stop in zip(*bounds, strict=True)]
 
     def bounds(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Bounds:
-        """Return where values [start, stop) of each document are: chunk, start and stop in it."""
+        """Return each document's chunk, and start and stop of its values [start, stop) there."""
         chunks = self.first_documents.searchsorted(documents, side="right") - 1
         base = self.offsets[documents] - self.offsets[self.first_documents[chunks]]
         return chunks.tolist(), (base + starts).tolist(), (base + stops).tolist()

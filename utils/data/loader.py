@@ -162,7 +162,7 @@ class PackedDataset(Dataset):
         return parts
 
     def _by_source(self, sequences: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield for each source: its index, indices into `sequences`, and numbers in the source."""
+        """Yield for each source (source, indices into `sequences`, numbers within the source)."""
         sources = np.searchsorted(self.first_of_source, sequences, side="right") - 1
         for source in sorted(set(sources[sequences != PADDING_SEQUENCE].tolist())):
             indices = (sources == source).nonzero()[0]
@@ -251,7 +251,7 @@ def eval_loader(
     pin_memory: bool = False,
     **options: Any,
 ) -> DataLoader:
-    """Return a DataLoader of the micro-batches in `batches`; `options`: for worker processes."""
+    """Return a DataLoader of the micro-batches in `batches`; `options`: arguments for workers."""
     if num_workers == 0:
         options = {}  # without workers, torch refuses options for workers
     return DataLoader(

@@ -35,9 +35,9 @@ def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     positions: int64 (n,); keys: uint64 (n,), keys[i] selects the permutation for positions[i]
 
     An alternating Feistel network is a bijection on [0, 2^bits) for every round function. Applying
-    it again until the value is below `size` gives a bijection on [0, size); since 2^bits < 2 size,
-    this takes fewer than two evaluations on average. (Black and Rogaway, "Ciphers with Arbitrary
-    Finite Domains", 2002, method "cycle walking".)
+    the network again until the value is below `size` gives a bijection on [0, size). This takes
+    fewer than two evaluations on average, because 2^bits < 2 size. (Black and Rogaway, "Ciphers
+    with Arbitrary Finite Domains", 2002, method "cycle walking".)
     """
     bits = (size - 1).bit_length()
     values = _feistel(positions.astype(np.uint64), bits, keys)
@@ -64,7 +64,7 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def _feistel(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
-    """Permute [0, 2^bits): a round XORs one half of the bits with a keyed hash of the other."""
+    """Permute [0, 2^bits): rounds XOR one half of the bits with a keyed hash of the other half."""
     low_bits = np.uint64(bits - bits // 2)
     low_mask = np.uint64((1 << int(low_bits)) - 1)
     high_mask = np.uint64((1 << (bits // 2)) - 1)
@@ -148,7 +148,7 @@ class SampleOrder:
         return [*counts, remaining]
 
     def _lay_out(self, block: int) -> np.ndarray:
-        """Return each sample's source and number within the source in a block, int64 (2, BLOCK)."""
+        """Return source and number in the source of each sample of a block, int64 (2, BLOCK)."""
         before = np.array(self.samples_before(block * BLOCK), dtype=np.int64)
         counts = np.array(self.samples_before((block + 1) * BLOCK), dtype=np.int64) - before
         keys = derive_keys(self.seed, BLOCK_KEYS, np.full(BLOCK, block))
@@ -245,7 +245,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return self.order.sequences(np.arange(first, first + self.size_at(step)))
 
     def epoch_at(self, step: int) -> float:
-        """Return the number of samples before `step` divided by the number of sequences."""
+        """Return the epochs before `step`: its samples divided by the number of sequences."""
         return self.samples_before(step) / self.order.total
 
 

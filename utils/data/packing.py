@@ -162,7 +162,7 @@ def _tokens_used(
 def _pieces(documents: np.ndarray, lengths: np.ndarray, sequence_length: int) -> Segments:
     """Cut documents into pieces [0, T), [T - 1, 2T - 1), ... with T = sequence_length.
 
-    A piece repeats the last token of the previous piece, so that its next token is still predicted.
+    A piece repeats the last token of the previous piece, so that no token is left unpredicted.
     """
     stride = sequence_length - 1
     counts = (lengths - 1 + stride - 1) // stride

@@ -94,7 +94,7 @@ def tokenizer_sha256(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def chat_template_sha256(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """Return the SHA-256 of the chat template; None without one, or with several by name."""
+    """Return the SHA-256 of the chat template; None for no template or several named templates."""
     template = tokenizer.chat_template
     return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None
 
@@ -124,7 +124,7 @@ def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBas
 
 
 def differences(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> list[str]:
-    """Return texts that describe how two tokenizers differ; their hashes are known to differ."""
+    """Return texts that describe how two tokenizers with different hashes differ."""
     mine, theirs = one.special_tokens_map, other.special_tokens_map
     found = [
         f"{name} {mine.get(name)} instead of {theirs.get(name)}"

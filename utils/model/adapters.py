@@ -105,8 +105,8 @@ def load_adapter(model: PreTrainedModel, path: str, config_file: Path) -> nn.Mod
 def _check_adapter_size(model: PreTrainedModel, config_file: Path) -> None:
     """Raise ConfigurationError if an adapter needs more memory than is free.
 
-    The adapter's settings decide the memory: PEFT allocates the adapter before it reads a weight.
-    If PEFT cannot build the adapter, nothing is raised here, because loading raises this error.
+    PEFT allocates an adapter by its settings, before it reads any weight. If PEFT cannot build the
+    adapter, nothing is raised here, because loading the adapter raises this error.
     """
     from peft import PeftConfig, get_peft_model
 
@@ -225,7 +225,7 @@ def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPla
 def _adapt(
     config: PreTrainedConfig, model: ModelArguments, modules: list[str], parameters: list[str]
 ) -> tuple[ModelArguments, Any, list[str]]:
-    """Adapt a model without weights. Return its settings, the model, and names that PEFT skipped.
+    """Adapt a model without weights; return its settings, the model, and modules that PEFT skipped.
 
     modules, parameters: full names of the layers and weights to adapt
     """
@@ -329,7 +329,7 @@ def linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
 def trained_matrices(model: Any) -> list[nn.Parameter]:
     """Return the trained matrices between embedding and last layer, which Muon updates.
 
-    They are the weights of linear layers, including LoRA's, and the stacked weights of experts.
+    These are the weights of linear layers, including LoRA's, and the stacked weights of experts.
     Routers are left out, because each row of a router scores one expert. LoRA's adapters of experts
     are left out, because one of their tensors holds several matrices.
     """

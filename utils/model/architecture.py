@@ -68,7 +68,7 @@ def layer_settings(config: PretrainedConfig) -> dict[int | str, dict[str, Any]]:
 
 
 def causal_lm_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return the class of the model to train, with its towers for images or sound if it has any.
+    """Return the class of the model to train, including its encoders of images or sound.
 
     Raises ConfigurationError if transformers has no class that trains on text alone.
     """
@@ -280,7 +280,7 @@ def apart_inside(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def outside_text(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
-    """Return {name: parameter} of what text does not use: image towers and their projectors."""
+    """Return {name: parameter} of image towers and projectors, which text does not use."""
     if not set(getattr(model.config, "sub_configs", {})) - {"text_config"}:
         return {}
     used = {

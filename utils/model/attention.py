@@ -94,7 +94,7 @@ def attention_choices(
     dtype: torch.dtype,
     whole_rows: bool = False,
 ) -> Iterator[AttentionChoice]:
-    """Yield the best attention for packed training, then the fallbacks to try after it.
+    """Yield the best attention for packed training, then the fallbacks to try if the best fails.
 
     `requested` is --attn_implementation: an attention of transformers, or a kernel for Stoker's
     attention `packed_varlen`. `needs` is the result of `observe_attention`. `dtype` is the type
@@ -172,8 +172,9 @@ def _choose_packed(
 def shape_inputs(inputs: dict[str, Any], batches: str) -> dict[str, Any]:
     """Return the inputs of packed sequences, (B, T), in the form that the model takes.
 
-    "packed": unchanged. "plain", for sequences of one document: without document boundaries.
-    "flat", for recurrent layers: (1, B * T), with the document index of each token as `seq_idx`.
+    batches: "packed" keeps `inputs` unchanged. "plain", for sequences of one document, removes the
+    document boundaries. "flat", for recurrent layers, makes one sequence, (1, B * T), and adds the
+    document index of each token as `seq_idx`.
     """
     if batches == "packed":
         return inputs
@@ -289,7 +290,7 @@ def check_isolation(
 
 
 def packed_batch(rows: Rows = ROWS, device: torch.device = CPU) -> dict[str, Any]:
-    """Return the model's inputs for random packed sequences; `rows`: their lengths, as in ROWS."""
+    """Return model inputs of random packed sequences; `rows`: document lengths, as in ROWS."""
     generator = torch.Generator().manual_seed(0)
     row_length = sum(rows[0])
     shape = (len(rows), row_length)

@@ -320,7 +320,7 @@ def fit_embedding(
 
 @torch.no_grad()
 def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
-    """Resize the embedding to `rows`; set added rows and the rows in `new` to the others' mean."""
+    """Resize the embedding to `rows`; set added rows and rows `new` to the mean of the rest."""
     weight: Any = model.get_input_embeddings().weight
     before = getattr(weight, "ds_shape", weight.shape)[0]  # under ZeRO-3 the tensor is empty
     if rows != before:

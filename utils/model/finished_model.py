@@ -84,7 +84,7 @@ def read_processor_files(settings: RunSettings) -> dict[str, bytes]:
 
 
 def write_processor_files(files: Mapping[str, bytes], tokenizer: Any, directory: Path) -> None:
-    """Write the processor's files. Its old chat template is left out if the tokenizer has one."""
+    """Write the processor's files, without an old chat template if the tokenizer has a template."""
     for name, content in files.items():
         if name != OLD_TEMPLATE or not tokenizer.chat_template:
             (directory / name).write_bytes(content)
@@ -101,7 +101,7 @@ def _published(source: str, name: str, settings: RunSettings) -> Path | None:
 
 
 def set_generation_settings(model: Any, generation: GenerationConfig | None) -> None:
-    """Set the model's generation settings before a save, because trainers change their tokens."""
+    """Set the generation settings before a save, because trainers change their special tokens."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if generation is not None:
         base.generation_config = copy.deepcopy(generation)

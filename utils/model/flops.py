@@ -44,7 +44,7 @@ class TokenProducts:
     attention: tuple[tuple[float, int | None], ...]
 
     def flops(self, effective_length: float) -> float:
-        """Return the FLOPs per token of forward and backward; argument: see `effective_length`."""
+        """Return the FLOPs per token, forward and backward, for documents of this length."""
         return 4 * self.forward + 2 * self.trained + 12 * self.scores(effective_length)
 
     def scores(self, length: float) -> float:
@@ -77,7 +77,7 @@ def token_products(model: Any) -> TokenProducts:
 
 
 def _weights(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
-    """Return (weight, its elements before sharding or 4-bit packing) of a layer's matrices."""
+    """Return (weight, its size before sharding or 4-bit packing) for each matrix of a layer."""
     if isinstance(module, nn.Linear):
         return [(module.weight, module.in_features * module.out_features)]
     if isinstance(module, Conv1D):

@@ -66,8 +66,8 @@ _DROPOUT_ARGUMENTS = ("dropout_p", "p_dropout")
 def keep_products(model: PreTrainedModel) -> None:
     """Make Trainer's `model.activation_checkpointing_enable` turn on the selective mode.
 
-    Call this before PEFT wraps the model. If experts have a bias (gpt-oss), it is added in place.
-    The outputs of the experts' matrix products are then recomputed.
+    Call this before PEFT wraps the model. Experts with a bias (gpt-oss) add it in place to the
+    outputs of their matrix products, so these outputs are recomputed.
     """
     enable = type(model).activation_checkpointing_enable
     biased = any(getattr(module, "has_bias", False) is True for module in model.modules())
@@ -183,7 +183,7 @@ def pads_to_longest(
     """Return whether a micro-batch is padded to its longest document, not to sequence_length.
 
     A resumed run keeps padding to sequence_length if it recorded this choice, because other padding
-    changes the last bits of results. The choice becomes a line of `report`.
+    changes the last bits of results. The choice is added to `report`.
     """
     if settings.data.packing != "none":
         return False
@@ -238,7 +238,7 @@ class Float8Plan:
     emulated: bool
 
     def convert(self, model: nn.Module) -> None:
-        """Replace these layers of `model` by fp8 layers with equal weights, before PEFT wraps."""
+        """Replace these layers by fp8 layers with equal weights; call before PEFT wraps `model`."""
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = Float8LinearConfig.from_recipe_name(self.recipe)

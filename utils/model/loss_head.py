@@ -1,4 +1,4 @@
-"""The loss of a model: cross-entropy of the last layer, load balancing of experts, user's function.
+"""The loss of a model: last-layer cross-entropy, load balancing of experts, or a user's function.
 
 The load-balancing loss of E experts is E * sum over experts e of f_e * p_e. f_e is the number of
 assignments to e per token, and p_e the mean router probability of e, over the tokens of all layers
@@ -173,7 +173,7 @@ def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
 def _sums_by_source(
     losses: torch.Tensor, positions: torch.Tensor, sources: torch.Tensor | None, length: int
 ) -> torch.Tensor | None:
-    """Return each source's sum and number of losses, float64 (2, sources), or None."""
+    """Return each source's loss sum and number of losses, float64 (2, sources), or None."""
     if sources is None:
         return None
     own = sources.index_select(1, positions // length)
@@ -184,7 +184,7 @@ def _sums_by_source(
 def find_loss_positions(following: torch.Tensor) -> torch.Tensor:
     """Return the flattened (B * T) indices of tokens that predict a token with a loss, int64 (N,).
 
-    `following` is the result of `next_labels`. The host waits for the GPU if `following` is on it.
+    `following` is the result of `next_labels`. Only if `following` is on a GPU, the host waits.
     """
     return following.flatten().ne(IGNORED).nonzero().squeeze(-1)
 
@@ -211,9 +211,10 @@ def choose_loss_head(
     """Choose how the loss is computed; `requested` is "auto", "fused" or "logits".
 
     "fused" is chosen only if a small random model has the same loss and gradients both ways, up to
-    rounding. The small model runs on `device`, the training device. None: this host lacks the
-    training device, so the small model runs on the CPU if possible. adapted: LoRA trains the last
-    layer or rows of new tokens. Raises ConfigurationError if "fused" is requested and not possible.
+    rounding. The small model runs on `device`, the training device. A host without the training
+    device passes None, and the small model runs on the CPU if possible. adapted: LoRA trains the
+    last layer or rows of new tokens. Raises ConfigurationError if "fused" is requested and not
+    possible.
     """
     problem, proved = None, ""
     if adapted and requested != "logits":

@@ -30,7 +30,7 @@ OPTIMIZER = "optimizer.pt"
 
 
 def find_stage(init_from: str) -> Path:
-    """Return the directory with the weights that `--init_from` names. Raises ConfigurationError."""
+    """Return the weights directory that `--init_from` names; ConfigurationError without weights."""
     directory = Path(init_from)
     if (directory / CONFIG).is_file():  # a run's directory
         final = directory / FINAL
@@ -93,9 +93,9 @@ def stage_tokenizer(settings: RunSettings) -> str | None:
 
 
 def origin_directory(settings: RunSettings, strategy: str, resume_from: str | None) -> Path | None:
-    """Return the weights directory of `--init_from`, or None if no weights are loaded from there.
+    """Return the weights directory of `--init_from`, or None if this directory is not loaded.
 
-    A run that resumes from `resume_from` loads weights from there only under LoRA. Raises
+    A run that resumes (from `resume_from`) loads this directory only under LoRA. Raises
     ConfigurationError if the directory has no weights, or if --init_optimizer is not possible.
     """
     model = settings.model
@@ -125,8 +125,8 @@ def weights_origin(
 ) -> dict[str, Any] | None:
     """Return path, run, step and SHA-256 of the weights of `--init_from`, to record in the run.
 
-    Returns None if no weights are loaded from there (see `origin_directory`). Raises
-    ConfigurationError if the files differ from their manifest.
+    Returns None if these weights are not loaded (see `origin_directory`). Raises ConfigurationError
+    if the files differ from their manifest.
     """
     directory = origin_directory(settings, strategy, resume_from)
     if directory is None:

@@ -52,7 +52,7 @@ COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Quantized(NamedTuple):
-    """Names of the layers in 4 bits, their number of weights, and that number of the largest."""
+    """The names of layers in 4 bits, the number of their weights, and of the largest layer's."""
 
     layers: list[str]
     weights: int
@@ -167,7 +167,8 @@ def published_rows(
 ) -> PreTrainedConfig:
     """Return the configuration to pass to from_pretrained for `weights`, a path or a Hub name.
 
-    If `add_rows` will add rows to the embedding, this is a copy with the published vocabulary size.
+    If `add_rows` will add rows to the embedding, the result is a copy of `config` with the
+    published vocabulary size.
     """
     model = settings.model
     if not new_tokens and model.pad_embeddings_to_multiple_of is None:

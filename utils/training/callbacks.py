@@ -43,8 +43,8 @@ class Stateful(Protocol):
 class DataEpochs(TrainerCallback):
     """A counter of the data's epochs, because Trainer runs all steps as one epoch.
 
-    At the end of a data epoch, the callback requests each of log, evaluation and save that has the
-    strategy "epoch".
+    At the end of a data epoch, the callback requests a log, an evaluation and a save, each only if
+    its strategy is "epoch".
     """
 
     @override

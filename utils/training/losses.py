@@ -161,7 +161,7 @@ class EvaluationTotals:
         self.totals += torch.stack([value.double() for value in own])
 
     def figures(self, prefix: str) -> dict[str, float]:
-        """Return {PREFIX_loss, PREFIX_perplexity, _accuracy and _tokens: value}; collective."""
+        """Return loss, perplexity, accuracy and tokens of the split, by PREFIX_NAME; collective."""
         loss_sum, tokens, hits = reduce(self.totals, reduction="sum").tolist()
         if not tokens:
             logger.warning("%s: not one loss token in the sequences evaluated: no loss", prefix)

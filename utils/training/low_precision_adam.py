@@ -135,7 +135,7 @@ class LowPrecisionAdamW(AdamW):
                 update(part, formula, its_words, table[:, span.period], rounding)
 
     def _cut_into_spans(self) -> None:
-        """Divide weights into spans (one or more periods each), and set the random key of a period.
+        """Divide weights into spans of one or more periods; set `keys`, each period's noise key.
 
         Periods are ranges of the unsharded tensor and do not depend on how its rows are sharded.
         The noise of an element is the word at its index in the period, times the period's

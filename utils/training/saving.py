@@ -171,7 +171,7 @@ class SavingTrainer(Trainer):
             state.best_model_checkpoint = str(directory)
 
     def log_best_checkpoint(self) -> None:
-        """Log the best checkpoint. Warn if the best step has none, so final/ has another step."""
+        """Log the best checkpoint. Warn if it does not exist, so that final/ is of another step."""
         state, best = self.state, self.state.best_model_checkpoint
         if not state.best_global_step:
             return

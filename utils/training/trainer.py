@@ -110,7 +110,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return a loader of a held-out split, or of a fixed choice of max_eval_sequences."""
+        """Return a loader of a held-out split: at most max_eval_sequences, always the same ones."""
         sequences, args = self.eval_splits[eval_dataset], self.args
         context_parallel = self.settings.run.context_parallel
         batches = eval_batches(
