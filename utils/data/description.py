@@ -99,7 +99,7 @@ class Description:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Description":
-        """Build a description from parsed JSON; ignore unknown keys. Raises KeyError, TypeError."""
+        """Build a description from JSON; ignore unknown keys. KeyError, TypeError: keys missing."""
         known = {each.name: content.get(each.name) for each in fields(cls)}
         given = {name: value for name, value in known.items() if value is not None}
         counts = {each.name: content["statistics"][each.name] for each in fields(Statistics)}

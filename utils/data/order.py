@@ -148,7 +148,7 @@ class SampleOrder:
         return [*counts, remaining]
 
     def _lay_out(self, block: int) -> np.ndarray:
-        """Return source and number in the source of each sample of a block, int64 (2, BLOCK)."""
+        """Return for each sample of a block its source and its number there, int64 (2, BLOCK)."""
         before = np.array(self.samples_before(block * BLOCK), dtype=np.int64)
         counts = np.array(self.samples_before((block + 1) * BLOCK), dtype=np.int64) - before
         keys = derive_keys(self.seed, BLOCK_KEYS, np.full(BLOCK, block))

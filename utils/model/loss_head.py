@@ -173,7 +173,7 @@ def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
 def _sums_by_source(
     losses: torch.Tensor, positions: torch.Tensor, sources: torch.Tensor | None, length: int
 ) -> torch.Tensor | None:
-    """Return each source's loss sum and number of losses, float64 (2, sources), or None."""
+    """Return each source's loss sum and loss count, float64 (2, sources); None without sources."""
     if sources is None:
         return None
     own = sources.index_select(1, positions // length)

@@ -37,7 +37,7 @@ class Stateful(Protocol):
         """Return {unique name: JSON value} for a checkpoint to store; collective over ranks."""
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore this object's values from those of all objects; `saved` is {} in a new run."""
+        """Restore this object's values. `saved` has all objects' values; {} in a new run."""
 
 
 class DataEpochs(TrainerCallback):

@@ -100,7 +100,7 @@ class ExpertBalance:
         """
         self.steps += 1
         tokens = float(sum(batch["sequence_tokens"].sum() for batch in batches))
-        tokens /= self.context_parallel  # so many ranks count the same micro-batch
+        tokens /= self.context_parallel  # this many ranks count the same micro-batch
         self.tokens = reduce(torch.full((), tokens, device=self.args.device), reduction="sum")
         self.counted = None
         if len(batches) > 1:

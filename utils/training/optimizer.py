@@ -182,7 +182,7 @@ def orthogonal_rows(
     sent = torch.cat([part.flatten() for part in parts])
     to_rank = [part.numel() for part in parts] + [0] * (ranks - len(parts))
     own = weights[rank].shape if rank < len(weights) else torch.Size((0, 1))
-    most = -(-own[0] // ranks)  # FSDP2 gives as many rows to each rank, fewer to the last ones
+    most = -(-own[0] // ranks)  # FSDP2 gives each rank equally many rows, the last fewer
     rows = [min(most, max(own[0] - most * other, 0)) for other in range(ranks)]
     from_rank = [count * own[1] for count in rows]
     matrix = sent.new_empty(own)

@@ -110,7 +110,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return a loader of a held-out split: at most max_eval_sequences, always the same ones."""
+        """Return a loader of a held-out split; max_eval_sequences limits it to a fixed choice."""
         sequences, args = self.eval_splits[eval_dataset], self.args
         context_parallel = self.settings.run.context_parallel
         batches = eval_batches(
@@ -154,7 +154,7 @@ class PackedTrainer(SavingTrainer):
         own = sum(len(batch["loss_positions"]) for batch in batches)
         items = torch.full((), own, dtype=torch.int64, device=device)
         items = self.accelerator.reduce(items, reduction="sum")
-        items //= self.settings.run.context_parallel  # so many ranks have the same micro-batch
+        items //= self.settings.run.context_parallel  # this many ranks have the same micro-batch
         if self.callbacks.balance is not None:
             self.callbacks.balance.begin_step(batches, self._expert_assignments)
         whole: Any = [batches] if self.sampler.grows else batches
