@@ -50,7 +50,6 @@ _LOST = "#c4c9d1"
 _LOOK: Any = {
     "axes.prop_cycle": "cycler('color', ['#2f5fd0', '#d9480f', '#2b8a3e', '#9c36b5', '#0b7285', "
     "'#b08900', '#c2255c', '#5f3dc4', '#66740e', '#495057'])",
-    "text.parse_math": False,  # a dollar in a name
     "svg.fonttype": "none", "svg.hashsalt": "stoker", "axes.grid": True, "grid.color": "0.92",
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "0.6",
     "xtick.color": "0.35", "ytick.color": "0.35",
@@ -292,7 +291,7 @@ def draw_picture(charts: Sequence[Chart], title: str, path: Path) -> None:
             row, side = divmod(index + 1, 2)
             _draw(figure.add_subplot(grid[row, side] if index else grid[0, :]), chart)
         if title:
-            figure.suptitle(title)
+            figure.suptitle(title, parse_math=False)
         try:
             figure.savefig(path, dpi=200, metadata={"Date": None} if path.suffix == ".svg" else {})
         except (OSError, ValueError) as error:
@@ -310,12 +309,14 @@ def _draw(axes: Any, chart: Chart) -> None:
             linestyle="none" if line["style"] in ("marks", "points") else "-",
             alpha=0.35 if line["style"] == "faint" else 1,
         )  # fmt: skip
-    axes.set(xlabel="step", ylabel=chart["unit"], yscale="log" if chart["log"] else "linear")
-    axes.set_title(chart["title"], loc="left", fontweight="bold")
-    axes.set_title(chart["note"], loc="right", fontsize="medium", color="0.4")
+    unit = ", ".join(filter(None, (chart["unit"], chart["note"])))
+    axes.set(xlabel="step", ylabel=unit, yscale="log" if chart["log"] else "linear")
+    # Names may have dollar signs, which would begin a formula.
+    axes.set_title(chart["title"], loc="left", fontweight="bold", parse_math=False)
     axes.margins(x=0.01)
     if len(chart["lines"]) > 1:
-        axes.legend(frameon=False)
+        for name in axes.legend(frameon=False).get_texts():
+            name.set_parse_math(False)
 
 
 def _exponentials(lines: Sequence[Line], key: str) -> list[Line]:

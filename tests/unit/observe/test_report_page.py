@@ -153,6 +153,10 @@ def test_a_long_run_makes_a_small_page_that_keeps_its_extremes(made_up_run):
 def test_a_picture(made_up_run, tmp_path):
     report.main([str(made_up_run), "--png", str(tmp_path / "curves.png")])
     assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
+    report.main([str(made_up_run), "--png", str(tmp_path / "curves.svg")])
+    labels = re.findall(r"<text.*?>(.*?)</text>", (tmp_path / "curves.svg").read_text(), re.DOTALL)
+    assert labels
+    assert not [label for label in labels if "$" in label]
     with pytest.raises(ConfigurationError, match=r"curves.docx cannot be written"):
         report.main([str(made_up_run), "--png", str(tmp_path / "curves.docx")])
 
