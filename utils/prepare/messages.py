@@ -206,10 +206,7 @@ def _question_and_answer(where: str, message: dict[str, Any]) -> Iterator[dict[s
 
 
 def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its role, its content as one text, and its tool calls as objects.
-
-    where: the message's name in errors. Raises UnusableRowError for a faulty message.
-    """
+    """Return a message with its role, its content as one text, and its tool calls as objects."""
     message, text_key = _with_role_and_content(where, given)
     content = message.get("content")
     parts: list[Any] = []
@@ -248,10 +245,7 @@ def _twice(where: str, *names: str) -> UnusableRowError:
 
 
 def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the message with keys `role` and `content`, and the key that had the content before.
-
-    Raises UnusableRowError for an unknown role.
-    """
+    """Return the message with `role` and `content`, and the key that had its content before."""
     role_key = "role" if "role" in message else "from"
     given, word = message[role_key], role_word(message)
     check_text(f"{role_key!r} of {where}", given)
@@ -346,10 +340,7 @@ def _check_says_something(where: str, message: Mapping[str, Any], text_key: str)
 
 
 def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Return tool calls in OpenAI's form: {"type", "function": {"name", "arguments": object}}.
-
-    calls: one call or a list, also as JSON text. Raises UnusableRowError for a malformed call.
-    """
+    """Return calls in OpenAI's form: [{"type", "function": {"name", "arguments": object}}]."""
     found = []
     for call in map(decoded, calls if isinstance(calls, list) else [calls]):
         function = decoded(call.get("function", call)) if isinstance(call, Mapping) else {}

@@ -242,11 +242,7 @@ def holds_chats(fields: Mapping[str, Any], row_format: str) -> bool:
 def document_fields(
     given: Mapping[str, Any], row_format: str, columns: Sequence[tuple[str, str]] = ()
 ) -> Mapping[str, Any]:
-    """Return the checked fields of a row's document, such as {"messages", "tools", ...}.
-
-    given: the row. columns: pairs (name in the file, our name). Raises UnusableRowError for a
-    faulty row.
-    """
+    """Return the checked fields of a row's document. UnusableRowError for a faulty row."""
     fields = _Row(given, columns)
     missing = [fields.shown(name) for name in NEEDED[row_format] if fields.get(name) is None]
     if missing:

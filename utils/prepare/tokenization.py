@@ -62,8 +62,7 @@ WORDS_HELD, BLANK_HELD = "prompt_words_in_completions", "prompt_blanks_in_comple
 class TokenizedDocument:
     """A document's token ids, (tokens,) in the dataset's integer type, and its loss mask.
 
-    loss_mask: (tokens,) int8; None: every token is trained on. notes: counts of unusual content, by
-    the names in `workspace.NOTES`.
+    loss_mask: (tokens,) int8; None: every token is trained on. notes: {name in NOTES: count}.
     """
 
     ids: np.ndarray
@@ -89,10 +88,10 @@ class TokenizedDocument:
 class DocumentTokenizer:
     """Tokenizer of documents, which gives token ids and loss masks.
 
-    A text gets EOS, and BOS if the tokenizer adds one. A prompt and its completion are tokenized as
-    one text with the same special tokens. The pieces of a document are tokenized one by one. A BOS
-    or EOS that the text already has is not repeated. Messages only get the special tokens of the
-    chat template. template_date: the date (YYYY-MM-DD) that the template prints as today's date.
+    A text gets EOS, and BOS if the tokenizer adds one, unless the text has them. A prompt and its
+    completion are one such text. Pieces are tokenized one by one. Messages only get the special
+    tokens of the chat template. template_date: the date (YYYY-MM-DD) that the template prints as
+    today.
     """
 
     def __init__(
@@ -197,8 +196,7 @@ class DocumentTokenizer:
     ) -> Iterator[tuple[np.ndarray, int, str]]:
         """Yield (ids, start, held) of each prompt and completion, tokenized as one text.
 
-        start: the index of the completion's first token. held: the end of the prompt, if it is in
-        the same token as the first characters of the completion; else "".
+        start: index of the completion's first token. held: prompt text inside this token, or "".
         """
         texts = [before + behind for before, behind in pairs]
         if self.tokenizer.is_fast:
@@ -306,10 +304,10 @@ def _empty(document: TextDocument | CompletionDocument) -> BadRow:
 def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
     """Return which tokens of a rendered chat are trained on: bool, (tokens,).
 
-    offsets: each token's start and stop in characters, (tokens, 2). Tokens inside the spans of
-    `chat` are trained on. A token across an edge of a span is trained on if its part outside is
-    blank, otherwise UnusableRowError is raised. One exception: if the part of a token inside the
-    start of a span is blank, the token is not trained on.
+    offsets: each token's start and stop in characters, (tokens, 2). A token inside a span of `chat`
+    is trained on. So is a token across an edge of a span, if its part outside is blank. If this
+    part is not blank, UnusableRowError is raised. A token with only blanks inside the start of a
+    span is left out.
     """
     mask = np.zeros(len(offsets), dtype=bool)
     starts, stops = offsets.T
@@ -331,8 +329,7 @@ def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
 def first_token(text: str, start: int, stop: int, offsets: np.ndarray) -> tuple[int, str]:
     """Return the index of the first token of text[start:stop], and its characters before `start`.
 
-    offsets: (tokens, 2), as in `token_mask`. If a token begins before `start` and has only blanks
-    after `start`, the next token is the first one.
+    offsets: (tokens, 2), see `token_mask`. A token that has only blanks after `start` is skipped.
     """
     starts, stops = offsets.T
     first = int(np.searchsorted(stops, start, side="right"))

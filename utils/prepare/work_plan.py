@@ -310,11 +310,7 @@ def _records(parts: Sequence[FilePart], source: Source) -> Iterator[Record | Bad
 
 
 def _first_record(records: Iterator[Record | BadRow], source: Source, on_bad_row: str) -> Record:
-    """Return the first readable record of a source.
-
-    Raises ConfigurationError if the source has no such record. With on_bad_row "error", the search
-    ends after ROWS_TRIED faulty records.
-    """
+    """Return the first record that can be read; ConfigurationError if there is no such record."""
     fault, faults = "", 0
     for record in records:
         if isinstance(record, Record):
