@@ -171,7 +171,7 @@ class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # a wid
 
 
 def with_values(arguments: Arguments, **values: Any) -> Arguments:
-    """Return a copy with other values, without `__post_init__`, which would set up devices."""
+    """Return a copy with changed `values`, without `__post_init__`, which would set up devices."""
     copied = copy.copy(arguments)
     vars(copied).update(values)
     return copied

@@ -89,7 +89,7 @@ def read_settings(
 
 
 def _of_another_toolkit(entries: Mapping[str, Given], values: SettingValues) -> Iterator[str]:
-    """Yield a fault with the importer's command for each recipe with many unknown settings."""
+    """Yield a fault that names the import command for each recipe with many unknown settings."""
     names = (name for name in values.unusable - values.declared.keys() if "." not in name)
     unknown = [entries[name] for name in names]  # the importer's toolkits have flat configs
     files = Counter(each.source.rpartition(":")[0] for each in unknown if each.rank != FLAGS_RANK)
@@ -164,7 +164,7 @@ def mapping_of(name: str, declared: Mapping[str, Declaration]) -> str:
 
 
 def with_value(mapping: Given | None, path: Sequence[str], entry: Given) -> Given:
-    """Return the mapping with the value of `entry` at `path` (its keys from outside to inside).
+    """Return the mapping with the value of `entry` at `path`, a list of keys, outermost first.
 
     A mapping from a stronger source than that of `entry` is returned unchanged.
     """
@@ -184,7 +184,7 @@ def with_value(mapping: Given | None, path: Sequence[str], entry: Given) -> Give
 
 
 def _as_typed(ours: str, entry: Given, declared: Mapping[str, Declaration]) -> str:
-    """Return the text of the value to type after our name `ours`; "" if its type is wrong."""
+    """Return an unknown setting's value as text to type after `ours`; "" if its type is wrong."""
     value, is_flag = entry.value, entry.rank == FLAGS_RANK
     with suppress(ValueError):
         if ours in declared:

@@ -62,7 +62,10 @@ def setting(default: Any, choices: Sequence[Any] | None = None, also: type | Non
 
 
 def declared_settings(argument_classes: Iterable[type]) -> dict[str, Declaration]:
-    """Return {name: setting that a user may give}. The first class that has a name declares it."""
+    """Return {name: Declaration} of the settings that a user may give.
+
+    If several classes have a field of the same name, the first class declares the setting.
+    """
     declared: dict[str, Declaration] = {}
     for owner in argument_classes:
         hints = get_type_hints(owner)
@@ -102,8 +105,8 @@ def checked_value(declaration: Declaration, value: Any) -> Any:
     """Return the value in the setting's type. Raises ValueError if the value does not fit.
 
     An integer becomes a float, and a single value a list, if the type demands it. But 4.0 is no
-    integer, 1 is not true, and "3" is no number. If the type does not allow null, null gives the
-    default, but only a default in NOTHING.
+    integer, 1 is not true, and "3" is no number. If the type does not allow null, null means the
+    default, provided that the default is in NOTHING.
     """
     choices, origins, got = declaration.choices, declaration.origins, json.dumps(value, default=str)
     if value is None and not declaration.required:
@@ -160,7 +163,7 @@ def counted_ranks(number: int) -> str:
 
 
 def placeholder(declaration: Declaration) -> str:
-    """Return the word for a setting's value in help texts: "a|b" for choices, else as INTEGER."""
+    """Return a setting's value in help texts: "a|b" for choices, else a word such as INTEGER."""
     if declaration.choices is not None:
         return "|".join(map(shown, declaration.choices))
     words = {bool: "true|false", int: "INTEGER", float: "NUMBER", dict: "JSON", list: "VALUE ..."}
@@ -205,7 +208,7 @@ class SettingValues(Mapping[str, Any]):
 
     @property
     def data_ranks(self) -> int:
-        """Return the number of ranks that read different data. A context-parallel group is one."""
+        """Count the ranks that read different data. Ranks that share sequences count as one."""
         return max(self.world_size // max(self["context_parallel"], 1), 1)
 
     @property
@@ -254,7 +257,7 @@ class SettingValues(Mapping[str, Any]):
         return f"{name} {shown(self[name])} ({self.source(name)})"
 
     def build(self, argument_class: type[Arguments], **instead: Any) -> Arguments:
-        """Create the dataclass. `instead` replaces given values. Raises ConfigurationError."""
+        """Create `argument_class` from given values; `instead` wins. Raises ConfigurationError."""
         own = [name for name in self.given if self.declared[name].owner is argument_class]
         try:
             return argument_class(**{**{name: self.given[name].value for name in own}, **instead})

@@ -41,7 +41,7 @@ def our_name(name: str, known: Collection[str]) -> str:
 
 
 def unknown_name(written: str, known: Iterable[str], value: str = "") -> str:
-    """Return the error message for an unknown setting: a name that may be meant, or a reason.
+    """Return the error message for an unknown setting: a similar name, or why it is refused.
 
     written: the setting as the user wrote it, "--lr" on a command line, "lr" in a recipe. known:
     names of our settings. value: text that the message adds after our name.

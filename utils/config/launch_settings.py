@@ -250,7 +250,7 @@ def _deepspeed_file_faults(file: str, values: SettingValues, processes: int) -> 
 
 @contextmanager
 def launch_for_libraries(values: SettingValues) -> Iterator[None]:
-    """Set os.environ to the launch's variables for TrainingArguments; restore it afterwards.
+    """Set os.environ to the launch's variables in the with block, for TrainingArguments.
 
     Leave out the precision of the accelerate config, which would overrule `bf16: false`. In a dry
     run also leave out the launcher's variables: with WORLD_SIZE=8 accelerate would wait for

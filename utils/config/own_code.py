@@ -22,7 +22,7 @@ class OwnCode:
     loss: str | None = None
 
     def digests(self) -> dict[str, dict[str, str]]:
-        """Return the SHA-256 of the files of callbacks and loss, for provenance.json."""
+        """Return {"callbacks" or "loss": {name: SHA-256 of the file}}, for provenance.json."""
         of_loss = {}
         if self.loss:
             of_loss = {f"SHA-256 of {source_of(self.loss)[1]}": sha256_of(self.loss)}
@@ -30,7 +30,7 @@ class OwnCode:
 
 
 def source_of(entry: str) -> tuple[Path, str]:
-    """Return (file, NAME) of `FILE.py:NAME` or `MODULE:NAME`. Raises ValueError for no file."""
+    """Split `FILE.py:NAME` or `MODULE:NAME` into (existing file, NAME). Raises ValueError."""
     where, _, name = entry.rpartition(":")
     path = Path(where if where.endswith(".py") else f"{where.replace('.', '/')}.py")
     if not where or not name.isidentifier():
@@ -55,7 +55,7 @@ def load_own(entry: str) -> Any:
 
 
 def callback_class(entry: str) -> type[Any]:
-    """Return the TrainerCallback class `FILE.py:NAME`. Raises ConfigurationError."""
+    """Import and return the TrainerCallback class of `FILE.py:NAME`. Raises ConfigurationError."""
     from transformers import TrainerCallback  # slow to import
 
     named = load_own(entry)

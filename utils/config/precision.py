@@ -28,8 +28,8 @@ CHOSEN = ("bf16", RECOMPUTED)
 def settle_precision(values: SettingValues) -> None:
     """Choose `bf16` and `activation_checkpointing` if they are null; add log lines.
 
-    Another log line says if settings overrule the accelerate config's precision. bf16 on a CPU sets
-    `use_cpu`, because TrainingArguments demands it.
+    A further log line tells if settings overrule the accelerate config's precision. bf16 on a CPU
+    sets `use_cpu`, because TrainingArguments demands it.
     """
     by_launch = values.environment.get(PRECISION_VARIABLE, "no")
     settles_device = values["bf16"] is None or is_true("ACCELERATE_USE_CPU", values.environment)
@@ -85,7 +85,10 @@ def settings_of_run(values: SettingValues) -> dict[str, Any]:
 
 
 def _open_precision(values: SettingValues, by_launch: str) -> Given:
-    """Return a boolean for bf16 if the user gave none, with the reason as its source."""
+    """Return a boolean for bf16 if the user gave none, with the reason as its source.
+
+    by_launch: mixed_precision of the accelerate config
+    """
     if values["fp16"]:
         return Given(False, values.shown("fp16"))
     if by_launch == "bf16" or (by_launch == "fp16" and not values.rank("fp16")):

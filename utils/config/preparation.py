@@ -165,7 +165,7 @@ def check_preparation(given: PreparationArguments) -> None:
 
 
 def check_template_variables(given: Any, what: str = "chat_template_kwargs") -> None:
-    """Raise ValueError if a mapping of chat template variables is wrong. `what` is its setting."""
+    """Raise ValueError if chat template variables are wrong. what: the setting that has them."""
     if given is not None and not isinstance(given, Mapping):
         raise ValueError(f"{what} is {given!r}: give a mapping, such as {{enable_thinking: false}}")
     for name, value in (given or {}).items():
@@ -210,7 +210,7 @@ ENTRY_KEYS = (
 
 
 def sources_of(arguments: PreparationArguments) -> list[Source]:
-    """Return the sources of `sources` and `eval_sources`. Raises ConfigurationError.
+    """Parse the settings `sources` and `eval_sources`. Raises ConfigurationError.
 
     Plain paths of one split share a Source. Each mapping becomes a Source.
     """

@@ -107,7 +107,7 @@ def hold_out(values: SettingValues) -> None:
 
 
 def check_raw_data(values: SettingValues) -> Iterator[str]:
-    """Yield faults: missing files, raw-data flags without effect, one fraction of many datasets."""
+    """Yield faults: missing files, flags without raw files, validation_fraction with weights."""
     sources = train_sources(values["train_data"])
     raw = [path for path in sources if is_raw(path)]
     if len(raw) > 1 and sources[raw[0]] is not None and values["validation_fraction"]:

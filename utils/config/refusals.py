@@ -67,7 +67,7 @@ def check_run(values: SettingValues) -> Iterator[str]:
 
 
 def check_debug(values: SettingValues) -> Iterator[str]:
-    """Yield a fault for `debug`, except underflow_overflow with uncompiled layers and logits."""
+    """Yield a fault if `debug` is unknown, or does not go with `compile` or `loss_head`."""
     if "underflow_overflow" in values["debug"]:
         if values["compile"] is not False or values["loss_head"] != "logits":
             yield f"{values.shown('debug')} needs --compile false and --loss_head logits"
@@ -76,7 +76,7 @@ def check_debug(values: SettingValues) -> Iterator[str]:
 
 
 def check_order(values: SettingValues) -> Iterator[str]:
-    """Yield a fault for `packing: best_fit`, which reorders documents, with a sequential order."""
+    """Yield a fault for `order: sequential` with best_fit packing, which reorders documents."""
     if values["order"] == "sequential" and values["packing"] == "best_fit":
         given = values.shown("packing")
         yield f"{given} does not keep {values.shown('order')}: give packing: in_order"
@@ -127,7 +127,7 @@ def check_backend(values: SettingValues) -> Iterator[str]:
 
 
 def check_context_parallel(values: SettingValues) -> Iterator[str]:
-    """Yield faults: ranks that do not divide into groups, attention or strategy without support."""
+    """Yield faults of context_parallel: ranks not divisible by it, wrong attention or strategy."""
     size, processes, environment = values["context_parallel"], values.world_size, values.environment
     shown = values.shown("context_parallel")
     if size < 2:

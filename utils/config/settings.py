@@ -129,7 +129,7 @@ def _parse(
 def with_derived(settings: RunSettings, found: Mapping[str, tuple[Any, str]]) -> RunSettings:
     """Return a copy of the settings with the values in `found`, {name: (value, reason)}.
 
-    Names are those of RunArguments and DataArguments, and per_device_train_batch_size.
+    `found` can have settings of RunArguments and DataArguments, and per_device_train_batch_size.
     """
     values = replace(settings.values, given={**settings.values.given}, notes=[])
     for name, (value, why) in found.items():
@@ -258,7 +258,7 @@ def derive_best_model(values: SettingValues) -> None:
     """Derive metric_for_best_model (for a single split), greater_is_better and save_best.
 
     save_best becomes true if the best model is to be loaded at the end, but some evaluations have
-    no checkpoint: Trainer would report the metric of a better evaluation that was not saved.
+    no checkpoint. Otherwise Trainer would report the metric of an evaluation that was not saved.
     """
     with suppress(ValueError):  # check_forms reports it
         splits = list(eval_splits(values["eval_data"]))

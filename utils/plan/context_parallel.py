@@ -28,7 +28,7 @@ def check_context_parallel(
 ) -> None:
     """Raise ConfigurationError if the ranks of a group cannot share this model's sequences.
 
-    device: the one that trains, or None on a login node. Warns in `report` if a group spans nodes.
+    device: of the training; None on a login node. Adds a warning if a group spans nodes.
     """
     size, length = settings.run.context_parallel, settings.data.sequence_length
     if size == 1:

@@ -2,8 +2,8 @@
 
 A micro-batch takes the longer of two times: the time of its matrix products and attention, and the
 time of its exchange with the other GPUs. Products and attention reach only a share of the GPU's
-peak speed. This share depends on the model's width. It was measured on one H200 with compiled
-layers (benchmarks/results/gpu). A comment marks each constant below that nobody measured.
+peak speed. This share depends on the model's width. The shares were measured on one H200 with
+compiled layers (benchmarks/results/gpu). A comment marks each constant that nobody measured.
 """
 
 import math
@@ -145,7 +145,7 @@ class Planner:
         return tokens * accumulation * gpus.world_size / (accumulation * each_s + last_s)
 
     def head_bytes(self, setup: Setup, recomputed: str) -> float:
-        """Return the bytes per token that a rank sends to the others that share its sequences.
+        """Return the bytes per token that a rank sends to the ranks that share its sequences.
 
         Queries, keys, values and outputs are exchanged in the forward pass, and their gradients in
         the backward pass. Recomputation exchanges them again.
@@ -182,7 +182,7 @@ class Planner:
         return int(self.gpus.memory_gib * GIB * (1 - RESERVED["cuda"]) / MARGIN["cuda"])
 
     def candidates(self) -> list[Candidate]:
-        """Return settings that fit into `room`, with the smallest context_parallel that has any."""
+        """Return settings that fit into `room`, with the smallest context_parallel that fits."""
         for size in (self.setup.settings.run.context_parallel, *context_sizes(self.setup)):
             if fitting := list(self._candidates(size)):
                 return fitting
@@ -228,7 +228,7 @@ def exchange_times(setup: Setup, gpus: AssumedGpus, link: float) -> tuple[float,
 
 
 def exchanged_bytes(setup: Setup, ranks: int) -> tuple[float, float]:
-    """Return the bytes that each GPU sends (per micro-batch, at the end of a step).
+    """Return the bytes that each GPU sends: (per micro-batch, at the end of a step).
 
     Sharded weights are gathered for the forward and the backward pass, with 2 bytes each. Gradients
     are summed over the ranks with 4 bytes each (DeepSpeed, and DDP with ddp_comm_hook: 2).

@@ -123,9 +123,9 @@ def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
 
 
 def checkpointing_choices(setup: Setup) -> tuple[str, list[str]]:
-    """Return the requested activation checkpointing (or "auto"), and the list of possible ones.
+    """Return the requested mode of activation checkpointing (or "auto"), and all possible modes.
 
-    Raises ConfigurationError if the requested one is not possible.
+    Raises ConfigurationError if the requested mode is not possible.
     """
     value = setup.settings.training.activation_checkpointing
     word = value if isinstance(value, str) else "full" if value else "none"
@@ -153,8 +153,8 @@ def choose(
 ) -> tuple[str, str]:
     """Return the choice of activation checkpointing, and the reason as text.
 
-    predicted: by choice, least recomputation first. "auto" takes the first choice with a prediction
-    that, times `margin`, fits into `room` bytes. If no choice fits, "auto" takes the last one.
+    predicted: {choice: estimate}, least recomputation first. "auto" takes the first choice if its
+    estimate times `margin` fits into `room` bytes, else the second, and so on to the last.
     """
     if requested != "auto":
         return requested, f"{requested}, as set"
@@ -174,7 +174,7 @@ def choose(
 
 
 def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
-    """Return (usable free bytes for this rank, bytes of its GPU); None for what is not known."""
+    """Return (usable free bytes for this rank, bytes of its GPU); None if unknown."""
     if launch.device == "cuda":
         free, total = torch.cuda.mem_get_info()
         return free - int(RESERVED["cuda"] * total), total

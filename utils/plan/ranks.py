@@ -46,7 +46,7 @@ class Outline:
     layers: Mapping[str, int]
 
     def weight_bytes(self, mesh: DeviceMesh | None = None) -> int:
-        """Return the bytes of this rank's weights, sharded over `mesh`; without a mesh, of all."""
+        """Return the bytes of this rank's weights, sharded over `mesh`; None: of all weights."""
         model = copy.deepcopy(self.model)
         layers = {name: model.get_submodule(name) for name in self.layers}
         if mesh is not None and SHARD in (mesh.mesh_dim_names or ()):
@@ -159,7 +159,7 @@ def group_of(mesh: DeviceMesh, dimension: str) -> tuple[int, ...]:
 
 
 def outline(setup: Setup) -> Outline:
-    """Return the outline of a run's model. Sharding a hundred layers would take a minute."""
+    """Return the model with one layer of each kind: to shard a hundred layers takes a minute."""
     with torch.device("meta"):
         model_class: Any = causal_lm_class(setup.config)
         model = with_adapters(model_class(setup.config).to(setup.dtype), setup.settings.model)

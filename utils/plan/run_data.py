@@ -188,8 +188,8 @@ def _derived_sizes(
 def batch_for(rows: int, ranks: int) -> int:
     """Return a global batch for data of `rows` sequences: a multiple of `ranks`.
 
-    Before it is rounded up, it is the largest power of two, up to MOST_SEQUENCES, with which an
-    epoch has EPOCH_STEPS steps.
+    The global batch is the largest power of two, up to MOST_SEQUENCES, with EPOCH_STEPS steps or
+    more in an epoch, rounded up to a multiple.
     """
     size = min(MOST_SEQUENCES, max(rows // EPOCH_STEPS, 1))
     size = 1 << (size.bit_length() - 1)
@@ -327,7 +327,7 @@ def _tokenizer_problems(
 
 
 def _open(settings: RunSettings, path: str, split: str, known: Collection[str]) -> TokenDataset:
-    """Open a dataset, or the split of this name if the directory has several.
+    """Open a dataset. If the directory has several splits, open the split named `split`.
 
     Rank 0 opens it first, so that the other ranks need not count its tokens. known: fingerprints of
     the datasets that a resumed run keeps.
