@@ -88,10 +88,9 @@ class TokenizedDocument:
 class DocumentTokenizer:
     """Tokenizer of documents, which gives token ids and loss masks.
 
-    A text gets EOS, and BOS if the tokenizer adds one, unless the text has them. A prompt and its
-    completion are one such text. Pieces are tokenized one by one. Messages only get the special
-    tokens of the chat template. template_date: the date (YYYY-MM-DD) that the template prints as
-    today.
+    A text, or a prompt with its completion, gets EOS, and BOS if the tokenizer adds one. Neither is
+    repeated. Pieces are tokenized one by one. Messages only get special tokens of the chat
+    template. template_date: the date (YYYY-MM-DD) that the template prints as today's date.
     """
 
     def __init__(
