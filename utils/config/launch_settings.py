@@ -140,8 +140,8 @@ def group_sizes(variables: Mapping[str, str]) -> dict[str, str]:
 def derive_group_sizes(values: SettingValues) -> None:
     """Set HSDP's numbers of copies and shards in `environment` if accelerate's config sets none.
 
-    `dp_shard` ranks share one copy of the states, by default the ranks of a node. Without HSDP,
-    `dp_shard` is reset if the strategy comes from a stronger source.
+    1 and 1 count as none. `dp_shard` ranks share one copy of the states, by default the ranks of a
+    node. Without HSDP, `dp_shard` is reset if the strategy comes from a stronger source.
     """
     environment, shards = values.environment, values["dp_shard"]
     if set(group_sizes(environment).values()) == {"1"}:

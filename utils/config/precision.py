@@ -109,7 +109,7 @@ def _open_precision(values: SettingValues, by_launch: str) -> Given:
 
 
 def trains_on_fast_gpu(values: SettingValues) -> bool:
-    """Return whether the run trains on GPUs with fast bf16; True in a dry run without GPUs."""
+    """Return whether GPUs with fast bf16 train; a dry run without GPUs assumes that they do."""
     if values["assume"]:
         with suppress(ValueError):  # check_strategy reports it
             return assumed_gpus(values["assume"]).bf16

@@ -123,7 +123,7 @@ def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
 
 
 def checkpointing_choices(setup: Setup) -> tuple[str, list[str]]:
-    """Return the requested mode of activation checkpointing (or "auto"), and all possible modes.
+    """Return the requested mode (none, selective, full or auto) and the list of possible modes.
 
     Raises ConfigurationError if the requested mode is not possible.
     """
@@ -154,7 +154,8 @@ def choose(
     """Return the choice of activation checkpointing, and the reason as text.
 
     predicted: {choice: estimate}, least recomputation first. "auto" takes the first choice if its
-    estimate times `margin` fits into `room` bytes, else the second, and so on to the last.
+    estimate times `margin` fits into `room` bytes, else the second, and so on. The last choice is
+    taken if nothing fits, if no activations could be counted, or if `room` is unknown.
     """
     if requested != "auto":
         return requested, f"{requested}, as set"
