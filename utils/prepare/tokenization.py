@@ -88,8 +88,8 @@ class TokenizedDocument:
 class DocumentTokenizer:
     """Tokenizer of documents, which gives token ids and loss masks.
 
-    A text, or a prompt with its completion, gets EOS, and BOS if the tokenizer adds one. Neither is
-    repeated. Pieces are tokenized one by one. Messages only get special tokens of the chat
+    A text, or a prompt with its completion, gets EOS, and BOS if the tokenizer adds one, unless
+    already present. Pieces are tokenized one by one. Messages only get special tokens of the
     template. template_date: the date (YYYY-MM-DD) that the template prints as today's date.
     """
 
