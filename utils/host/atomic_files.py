@@ -123,7 +123,7 @@ def locked_directory(base: Path, prefix: str) -> tuple[Path, int]:
 
 
 def remove_abandoned(base: Path, prefix: str) -> list[Path]:
-    """Delete this user's directories of `locked_directory` without a live process.
+    """Delete directories in `base` that ended processes of this user made by `locked_directory`.
 
     Return the paths of the deleted directories.
     """

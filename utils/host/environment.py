@@ -32,7 +32,7 @@ EFFECTS = {
 
 
 def inherited(environment: Mapping[str, str]) -> list[str]:
-    """Return NAME=VALUE of variables that change results or speed, and of the open-files limit."""
+    """Return texts NAME=VALUE: variables that change results or speed; the limit of open files."""
     names = (name for name in sorted(environment) if _FAMILIES.fullmatch(name))
     found = [f"{name}={environment[name]}" for name in names if not _HARMLESS.fullmatch(name)]
     return [*found, f"{LIMIT}={resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"]

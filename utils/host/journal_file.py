@@ -169,7 +169,10 @@ def read_line(text: bytes) -> dict[str, Any] | None:
 
 
 def _checked(key: str, value: Any) -> Any:
-    """Return a field's value; None for a non-finite measure. Raises ValueError for a wrong type."""
+    """Return the value of a field; None for a "measure" of _KINDS that is not finite.
+
+    Raises ValueError for a wrong type.
+    """
     kind = _kind(key)
     if isinstance(value, str) and value in NOT_FINITE and kind != "text":
         value = float(value)

@@ -81,7 +81,7 @@ def _read_private(path: Path) -> str:
 
 
 def redact(text: str) -> str:
-    """Return a text with secret variables' values and texts that look like tokens masked."""
+    """Return a text with *** for values of secret variables and for words that look like tokens."""
     return _masked(text, _secret_forms(_secrets()))
 
 

@@ -131,7 +131,7 @@ def known_loss(output_dir: Path) -> str | None:
 
 
 def wait_until_left(output_dir: Path) -> None:
-    """Wait until the owner releases the run lock or gives no heartbeat for WATCH_S."""
+    """Wait until the owner releases the run lock or gives no heartbeat for WATCH_S seconds."""
     for _, owner in _changes(output_dir / FOLDER):
         if owner and owner.left:
             return
@@ -194,7 +194,7 @@ class RunOwner:
 
     @property
     def alive(self) -> bool:
-        """Whether the process probably runs: its last heartbeat is at most 2 * WATCH_S old."""
+        """Whether the process probably runs: the last heartbeat is not 2 * WATCH_S seconds old."""
         return not self.left and not self.gone and self.age_s < 2 * WATCH_S
 
     def belongs_to(self, slurm: Mapping[str, Any]) -> bool:

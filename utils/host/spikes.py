@@ -47,7 +47,10 @@ class Spike:
 
     @property
     def all_steps(self) -> str:
-        """The steps of all log lines for `status.py --step`; of the first line if above LONGEST."""
+        """The steps of all log lines of the spike, as `status.py --step` reads them.
+
+        If these are more than LONGEST steps, only the steps of the first line.
+        """
         last = self.last_step if self.last_step < self.begin + LONGEST else self.step
         return str(last) if self.begin == last else f"{self.begin}-{last}"
 

@@ -1,7 +1,7 @@
 """A job's private directory on the node's own disk, with the caches of libraries.
 
-The caches of torch and Triton have thousands of small files and locks, with which shared storage is
-slow. So jobs share their compiled code as one tar file in the user's cache. Each node's launcher
+Shared storage is slow with the thousands of small files and locks in the caches of torch and
+Triton. So jobs share their compiled code as one tar file in the user's cache. Each node's launcher
 unpacks the tar file at the start, and the first node's launcher replaces it at the end. If two jobs
 end at the same time, the code that one of them added is lost and compiled again later.
 """

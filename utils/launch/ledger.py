@@ -171,7 +171,7 @@ def find_faults(
 
 
 def plan_to_leave_out(own: Sequence[str], asked: str, nodes: str) -> list[str]:
-    """Return [the job's new ExcNodeList, or "" if it does not change; a text for the job's log].
+    """Return [the job's ExcNodeList with bad nodes added, or "" if unchanged; text for the log].
 
     own    the nodes that the job had
     asked  the nodes that the job excludes and requires, and its reservation (squeue's %x|%n|%v)

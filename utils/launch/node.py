@@ -155,10 +155,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(directory: Path, verdict: Verdict) -> None:
-    """Write report.html of a failed run, and send the message about the run's end.
-
-    In a job, the job script does this.
-    """
+    """Write a failed run's report and send the message. In a job, the job script does so."""
     for note in directory.rglob(RUN_STARTED):  # only rank 0 writes this file
         output_dir = Path(note.read_text(encoding="utf-8").strip())
         if verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED, EXIT_CODE):
@@ -209,8 +206,7 @@ def leave_or_print(verdict: Verdict) -> Verdict:
 def prepare(command: list[str]) -> argparse.Namespace:
     """Choose the accelerate config and check all nodes; return `accelerate launch`'s arguments.
 
-    command: the script and its arguments. Set environment variables for the workers. Raises
-    ConfigurationError.
+    command: SCRIPT ARGUMENTS. Set variables for the workers. Raises ConfigurationError.
     """
     if not command or not Path(command[0]).is_file():
         raise ConfigurationError(
@@ -285,11 +281,7 @@ def given_strategy(arguments: Sequence[str]) -> Given:
 
 
 def process_environment(allocation: Allocation) -> dict[str, str]:
-    """Return variables to set for this node's processes.
-
-    The variables are the launcher's process id, the number of OMP threads, and CPU mode if the job
-    has no GPUs.
-    """
+    """Return variables for this node's processes: launcher, OMP threads, CPU mode without GPUs."""
     added = {LAUNCHER: str(os.getpid())}
     if not os.environ.get("OMP_NUM_THREADS"):
         # Share the cores that Slurm gave, or all cores, equally.
@@ -390,10 +382,7 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
 
 
 def kill_workers(*, wait_s: float = 0) -> None:
-    """Kill all child processes and their children.
-
-    wait_s: seconds that the ranks have to end after a SIGTERM; 0 kills them at once.
-    """
+    """Kill all child processes and their children, the ranks `wait_s` seconds after a SIGTERM."""
     with contextlib.suppress(ModuleNotFoundError):  # without psutil no process was started
         import psutil
 

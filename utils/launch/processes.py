@@ -38,7 +38,7 @@ class LaunchFacts:
     """The rank of this process, the number of ranks, the strategy, all hosts and the device type.
 
     strategy  requested by `accelerate launch`: single, ddp, fsdp1, fsdp2, zero1, zero2, zero3, or
-              zero_file for a DeepSpeed config file; it decides the files of a checkpoint
+              zero_file for a DeepSpeed config file; a checkpoint's files depend on the strategy
     hosts     the host name of each rank
     replicas  copies of the sharded states; above 1 only for HSDP, which is fsdp2 with copies
     gpus      the UUID of each rank's GPU, as nvidia-smi shows it; "" on a CPU

@@ -37,7 +37,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> dict[str, Any]:
-    """Return this node's host, GPUs, versions and a hash of `files`, as JSON values.
+    """Return JSON values: this node's host, GPUs, versions and a hash of `files`.
 
     The values under the key `same` must be equal on all nodes. `devices` is the number of GPUs that
     torch sees.
@@ -107,7 +107,7 @@ def node_problems(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _collect(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) -> list[str]:
-    """Receive the facts of all nodes on the first node; send the problems back and return them."""
+    """Collect all nodes' facts on the first node; return the problems and send them to all."""
     hosts, nodes = allocation.hosts, {0: dict(facts)}
     deadline = time.monotonic() + timeout_s
     listen(allocation.host, allocation.port).close()  # test that rank 0's port is free

@@ -3,8 +3,8 @@
 In a Slurm job, slurm/training_job.sh starts a new Slurm step. Slurm has then ended all processes of
 the old step on all nodes, and the new ranks meet at another port. Without a job script, the
 launcher starts its ranks again. The job script and the launcher both read the file of
-`note_restarts`. They give up if the ranks twice in a row began at the same checkpoint. Then the job
-is requeued, or the launcher ends.
+`note_restarts`. Both give up if the ranks began at the same checkpoint twice in a row. Then the job
+script requeues the job, or the launcher ends.
 """
 
 import logging

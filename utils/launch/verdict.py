@@ -160,8 +160,8 @@ def name_of_job(slurm: Mapping[str, Any]) -> str:
 def verdict_of(slurm: Mapping[str, Any]) -> str | None:
     """Return why a job ended, from .stoker/job-ID.RESTARTS/verdict.txt; None if unknown.
 
-    slurm: as in `name_of_job`. After restarts inside the job, their number follows RESTARTS in the
-    folder's name.
+    RESTARTS is the number of restarts by Slurm, followed by `.N` after N restarts inside the job.
+    slurm: as in `name_of_job`.
     """
     again = int(slurm.get("restart_in_job") or 0)
     start = f"{slurm.get('restart_count') or 0}{f'.{again}' if again else ''}"
@@ -272,7 +272,7 @@ def wait_for_verdict(several_nodes: bool, silent: str = SILENT) -> Verdict:
 
 
 def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
-    """Return the verdict from the note with the likeliest cause, the earliest of equal notes.
+    """Return the verdict from the likeliest cause among the notes, the earliest if equally likely.
 
     silent: the reason if there are no notes
     """
@@ -310,8 +310,8 @@ def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
     `notes` are the reports that ranks left about their end or hang. `hosts` has one host per rank.
     If a rank reported its end, the text names the first such rank. Otherwise the text names the
     ranks without a report, which are frozen or gone. If every rank reported a hang, the text names
-    the ranks with the fewest Trainer events (`Note.beats`). It leaves out the ranks among them that
-    wait for others, unless all of them wait.
+    the ranks with the fewest Trainer events (`Note.beats`). Among these ranks, those that wait for
+    other ranks are left out, unless all of them wait.
     """
     if ended := [note for note in notes if note.kind != "hung"]:
         first = ended[0]

@@ -116,7 +116,7 @@ class Curves:
         }  # fmt: skip
 
     def evaluations(self, split: str | None, label: str, what: str = "loss") -> Chart | None:
-        """Return the series of a split's metric `what` in evaluations; None if none is finite."""
+        """Return the series of a split's metric `what` in evaluations, or None (see `series`)."""
         key = f"eval_{split}_{what}" if split else f"eval_{what}"
         return self.series(label, key, self.evaluated.get(split, []), "dots")
 
@@ -213,7 +213,7 @@ def charts_of(
 
 
 def _memory(curves: Curves, points: Sequence[Point]) -> list[Chart | None]:
-    """Return memory series: one per rank (the fullest) in training, one for each other phase."""
+    """Return series: memory in training of each of the fullest ranks; memory in other phases."""
     by_name: dict[str, list[Line]] = {}
     for point in points:
         train = point["event"] == "train"
@@ -257,7 +257,7 @@ def charts_of_several(runs: Sequence[History]) -> list[Chart]:
 
 
 def starts_on_axes(run: History) -> list[dict[str, Any]]:
-    """Return label, step, tokens and hours of each point where a later start began to train."""
+    """Return label, step, tokens and hours for each start but the first, when it began to train."""
     curves, ran, marks = Curves(run), 0.0, []
     for index, start in enumerate(run.starts):
         if index and start.trained is not None:
@@ -331,7 +331,7 @@ def _chart(
 ) -> Chart:
     """Return a chart with the series that are not None, in colours by the order of the series.
 
-    unit: the label of the y axis. note: a text beside the title. wide: the full width of the page.
+    unit: the label of the y axis. note: a remark on the chart. wide: the full width of the page.
     """
     kept = [line for line in lines if line is not None]
     own = [line for line in kept if line["colour"] is None]

@@ -230,7 +230,7 @@ def advice(run: History, end: End, job: Job | None) -> str:
 
 
 def _change_first(run: History, end: End) -> str:
-    """Return the beginning of an advice: what to change before the next start, or ""."""
+    """Return the first words of `advice`: what to change before the next start, or ""."""
     error = (run.starts[-1].error or "") if run.starts else ""
     if any(page.name.startswith("out-of-memory") for page in pages_of_a_failure(run, end)):
         return "change what the page says helps most, then "

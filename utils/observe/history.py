@@ -93,10 +93,7 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class Page:
-    """A text file for people, such as a report on a hang (see PAGES).
-
-    beside: for a profile, the names of all files in its folder.
-    """
+    """A text file for people (see PAGES). beside: names of all files in the folder of a profile."""
 
     name: str
     text: str
@@ -141,7 +138,7 @@ class History:
 
     @cached_property
     def entry(self) -> Mapping[str, Any]:
-        """The newest element of `starts` in provenance.json that belongs to a start, or {}."""
+        """The newest start's entry in provenance.json, or {}. Starts without entry are skipped."""
         return next((start.entry for start in reversed(self.starts) if start.entry), {})
 
     @cached_property
@@ -241,11 +238,7 @@ def unix_s(text: Any) -> float | None:
 def _read_journal(
     path: Path, whole: bool, damaged: list[str], missing: list[str]
 ) -> tuple[list[Line], list[Line], int]:
-    """Return (first lines, all lines, number of damaged lines) of metrics.jsonl.
-
-    whole: False reads only the first and the last lines of a long file. Faults are added to
-    `damaged` and `missing`.
-    """
+    """Return (first lines, all lines or the last if not `whole`, number of damaged lines)."""
     try:
         size, tail = path.stat().st_size, TAIL_BYTES
         lines, count = read_lines(path, last=None if whole else tail, ranks=False)
@@ -286,10 +279,7 @@ def _read_owners(
 
 
 def _grouped(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]]) -> list[Start]:
-    """Return the starts, made of their elements in provenance.json, with their log lines.
-
-    A line `started` or `resumed` is the first line of a start.
-    """
+    """Return the starts with their log lines. A line `started` or `resumed` begins a start."""
     starts = [Start(unix_s(entry["time"]) or 0.0, entry) for entry in entries]
     current = -1
     own: dict[int, list[Line]] = {}

@@ -177,7 +177,7 @@ def _small_curve(run: RunStatus) -> str:
 
 
 def _link(page: Path, output: Path) -> str | None:
-    """Return the relative link from a page to a run's report, or None without a report."""
+    """Return the relative link from the file `output` to the report `page`, or None if missing."""
     if not page.is_file():
         return None
     return quote(os.fsencode(os.path.relpath(page.resolve(), output.resolve().parent)))

@@ -257,7 +257,7 @@ def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
 
 
 def user_of(directory: Path) -> str:
-    """Return the name of the user to whom a directory belongs."""
+    """Return the name of the user who owns a directory, or UNKNOWN."""
     with contextlib.suppress(OSError, KeyError):  # a user without a name, as in a container
         return directory.owner()
     return UNKNOWN

@@ -94,7 +94,7 @@ def show_space(folder: Path) -> str:
 
 
 def find_spaces(folder: Path, unread: list[OSError]) -> dict[Path, str]:
-    """Return {path: kind} of the runs and datasets below a folder, and of the caches.
+    """Return {path: "run", "dataset" or "cache"}: runs and datasets below a folder, and the caches.
 
     Links are followed only in the folder itself, because runs/ is often a link. `unread` gets an
     error for each folder that cannot be read.
