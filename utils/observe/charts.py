@@ -309,7 +309,7 @@ def _draw(axes: Any, chart: Chart) -> None:
             linestyle="none" if line["style"] in ("marks", "points") else "-",
             alpha=0.35 if line["style"] == "faint" else 1,
         )  # fmt: skip
-    unit = ", ".join(filter(None, (chart["unit"], chart["note"])))
+    unit = "\n".join(filter(None, (chart["unit"], chart["note"])))
     axes.set(xlabel="step", ylabel=unit, yscale="log" if chart["log"] else "linear")
     # Names may have dollar signs, which would begin a formula.
     axes.set_title(chart["title"], loc="left", fontweight="bold", parse_math=False)

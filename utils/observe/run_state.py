@@ -195,16 +195,7 @@ def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
     failed = next((job.failure for job in jobs.values() if job.log and job.output_dir == own), None)
     jobs = {id_: job for id_, job in jobs.items() if not job.log}
     if not is_run(directory):
-        begins = next((job for job in jobs.values() if job.output_dir == own), None)
-        if begins:
-            raise ConfigurationError(
-                f"{directory}: job {begins.id} ({begins.name}, {begins.state}) has not begun this "
-                "run yet"
-            )
-        waiting = ", ".join(f"{job.id} ({job.name}, {job.state})" for job in jobs.values())
-        why = f"none of {PROVENANCE}, {CONFIG} and {FILE_NAME} is there"
-        why = failed or f"{why}. Jobs of yours in the queue: {waiting or 'none'}."
-        raise ConfigurationError(f"{directory} is no run directory: {why}")
+        raise ConfigurationError(_why_no_run(directory, jobs, failed))
     run, now = read_run(directory, whole=False), time.time()
     start = run.starts[-1] if run.starts else None
     ids = [owner.job for owner in (start and start.owner, run.refused) if owner]
@@ -254,6 +245,18 @@ def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
         hours=hours_of(run),
         owner=user_of(directory),
     )
+
+
+def _why_no_run(directory: Path, jobs: Mapping[str, Job], failed: str | None) -> str:
+    """Return why a directory is not a run. failed: how the last job for it ended, if known."""
+    own = str(directory.resolve())
+    shown = {job.id: f"{job.id} ({job.name}, {job.state})" for job in jobs.values()}
+    begins = next((job.id for job in jobs.values() if job.output_dir == own), None)
+    if begins:
+        return f"{directory}: job {shown[begins]} has not begun this run yet"
+    waiting = ", ".join(shown.values()) or "none"
+    why = f"none of {PROVENANCE}, {CONFIG} and {FILE_NAME} is there. Jobs of yours in the queue: "
+    return f"{directory} is no run directory: {failed or f'{why}{waiting}.'}"
 
 
 def user_of(directory: Path) -> str:

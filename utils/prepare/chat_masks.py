@@ -20,6 +20,7 @@ from utils.host.foreign import RENDERING_BYTES, limits, reason
 from utils.prepare.chat_marks import NO_MESSAGE, TAGS, MarkedChat, words_of_calls
 from utils.prepare.chat_templates import ChatTemplate
 from utils.prepare.chat_turns import Span, TurnDelimiter
+from utils.prepare.messages import OWN_ROLES
 from utils.prepare.rows import ChatDocument
 from utils.prepare.values import ASSISTANT, UnusableRowError
 
@@ -75,7 +76,21 @@ class ChatMasks:
             return bool(self.template.render(replace(document, messages=adapted)))
         return False
 
+    def _check_roles(self, chat: ChatDocument) -> None:
+        """Raise UnusableRowError if no message is the user's and a role is nowhere known."""
+        roles = dict.fromkeys(message["role"] for message in chat.messages)
+        unknown = [
+            role for role in roles if role not in OWN_ROLES and role not in self.template.source
+        ]
+        if unknown and "user" not in roles:
+            raise UnusableRowError(
+                "unknown_role",
+                f"no message has the role user, and the chat template does not name {unknown[0]!r}"
+                f": if that is the user, give --columns {unknown[0]}=user",
+            )
+
     def _masked(self, chat: ChatDocument) -> MaskedChat:
+        self._check_roles(chat)
         turns = [i for i, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
         text, blocks = self.template.render_with_markers(chat)
         marked = MarkedChat(self.template, chat, text)

@@ -48,7 +48,7 @@ class ChatTemplate:
 
         self._origin = f"the chat template of {tokenizer.name_or_path}"
         with foreign(self._origin, "not valid Jinja"), limits(self._origin, RENDERING_BYTES):
-            source = tokenizer.get_chat_template()
+            self.source = source = tokenizer.get_chat_template()
             self.has_markers = GENERATION.search(source) is not None
             self._variables = dict(tokenizer.special_tokens_map)
             # This function bypasses transformers' cache: the date below changes this object only.

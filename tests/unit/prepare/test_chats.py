@@ -265,6 +265,19 @@ def test_answers_before_the_only_empty_thought_are_counted(trained, caplog, sett
     assert trained("last", samples.chat("q", "Paris"))[1]["answers_without_empty_thought"] == 0
 
 
+def test_a_chat_without_a_user_names_the_role_that_may_be_the_user(trained, tmp_path):
+    row = samples.chat("q", "Paris")
+    row["messages"][0]["role"] = "customer"
+    with pytest.raises(ConfigurationError, match=r"does not name 'customer': .* customer=user"):
+        trained("unknown", row)
+    columns = {"columns": {"customer": "user"}}
+    assert trained("named", row, columns)[0] == trained("user", samples.chat("q", "Paris"))[0]
+    beside = samples.chat("q", "Rome", "q", "Paris")
+    beside["messages"][0]["role"] = "narrator"
+    assert trained("beside", beside)[0].endswith("Paris<|im_end|>")
+    prepared(tmp_path / "own", [row], CHATML + "{# customer: a role of this template #}")
+
+
 def test_an_end_that_an_answer_has_as_text_is_counted(trained):
     said, counted = trained("out", samples.chat("q<|im_end|>", "Rome", "q", "Paris<|im_end|>"))
     assert said == f"Rome<|im_end|>{EMPTY}Paris<|im_end|><|im_end|>"
