@@ -12,6 +12,7 @@ import os
 import platform
 import resource
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -56,6 +57,8 @@ def main() -> int:
         "--record", type=Path, default=ROOT / "runs" / "demo.json", help="file for the figures"
     )
     record = parser.parse_args().record
+    # Ctrl-C is for the command that runs, which saves a checkpoint. The demo waits for its end.
+    signal.signal(signal.SIGINT, lambda *_: None)
     seconds = {}
     for name, command in COMMANDS.items():
         say(f"\n$ python {shlex.join(command)}")
@@ -68,6 +71,8 @@ def main() -> int:
             stdout=subprocess.PIPE if chats else None,
             cwd=ROOT, text=True, check=False,
         )  # fmt: skip
+        if done.returncode in (75, 130):  # stopped by its user
+            say("\nThe demo continues from here with the same command")
         if done.returncode:
             return done.returncode
         seconds[name] = round(time.perf_counter() - started, 1)
