@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 UNIMPROVED = "unimproved_evaluations"  # key in Stoker's part of trainer_state.json
 
-# Fields of a generation configuration without effect on the most likely token.
+# Settings of a generation configuration that greedy decoding does not use.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 
 logger = logging.getLogger(__name__)
@@ -38,11 +38,11 @@ class FinishedEarlyError(Exception):
 
 
 class EarlyStopping(TrainerCallback):
-    """Ends the run when metric_for_best_model did not improve in `patience` evaluations in a row.
+    """A callback that ends the run after `patience` evaluations in a row without improvement.
 
-    `judge`, transformers' EarlyStoppingCallback, compares the metrics. As a callback of Trainer,
-    `judge` would compare each split alone, count evaluations that a stop interrupted and forget
-    the count on resume. Instead, the trainer calls `take_evaluation`.
+    `judge`, transformers' EarlyStoppingCallback, compares metric_for_best_model. As a callback of
+    Trainer, `judge` would compare each split alone, count evaluations that a stop interrupted and
+    forget the count on resume. Instead, the trainer calls `take_evaluation`.
     """
 
     def __init__(self, patience: int, threshold: float):
@@ -54,18 +54,21 @@ class EarlyStopping(TrainerCallback):
         return self.judge.early_stopping_patience_counter >= self.judge.early_stopping_patience
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore the number of evaluations without improvement from a checkpoint's values."""
+        """Restore the number of evaluations without improvement from a checkpoint's `state()`."""
         self.judge.early_stopping_patience_counter = saved.get(UNIMPROVED, 0)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores: the number of evaluations without improvement."""
+        """Return the number of evaluations without improvement, to store in a checkpoint."""
         return {UNIMPROVED: self.judge.early_stopping_patience_counter}
 
     def take_evaluation(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
         metrics: dict[str, float],
     ) -> bool:  # fmt: skip
-        """Return whether the run ends. Call this before Trainer updates the best metric."""
+        """Count an evaluation and return whether early stopping ends the run.
+
+        Call this before Trainer updates the best metric.
+        """
         self.judge.on_evaluate(args, state, control, metrics)
         if self.ended and state.is_world_process_zero:
             logger.info(

@@ -1,4 +1,4 @@
-"""Training logs, evaluations and saves in metrics.jsonl, in the log and live on a terminal.
+"""metrics.jsonl and log lines of training, evaluations and saves; a live view on a terminal.
 
 utils/host/journal_file.py reads metrics.jsonl.
 """
@@ -40,7 +40,7 @@ LONG_S = 5.0  # a phase that takes longer shows its time on the terminal
 
 
 class Journal(TrainerCallback):
-    """Writes metrics.jsonl (see docs/metrics.md) and a readable log line, on rank 0.
+    """A callback that writes metrics.jsonl (see docs/metrics.md) and log lines, on rank 0.
 
     `gpus`: the UUID of each rank's GPU.
     """
@@ -53,14 +53,14 @@ class Journal(TrainerCallback):
         self.checkpoints, self.memory = checkpoints, memory
         self.stop = stop
         self.gpus, self.slowest, self.slow_times = gpus, 0, list[float]()
-        self.slow_nodes: set[str] = set()  # in the ledger of bad nodes
-        self.saves_written, self.memory_of = 0, dict[int, Any]()  # at a save, by step
+        self.slow_nodes: set[str] = set()  # already recorded in the ledger of bad nodes
+        self.saves_written, self.memory_of = 0, dict[int, Any]()  # memory at a save, by step
         self.resumed_at = 0  # the step of the checkpoint that this process resumed from
         self.earlier: list[dict[str, Any]] = []  # lines of earlier starts, for ResumeCheck
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Append the event `started` or `resumed`; warn about damaged lines, and keep them."""
+        """Append the event `started` or `resumed`; warn about damaged lines, which stay there."""
         if not state.is_world_process_zero:
             return
         try:
@@ -80,7 +80,7 @@ class Journal(TrainerCallback):
 
     @override
     def on_log(self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **__: Any) -> None:
-        """Write an event train, eval, summary or stopped; collective if `logs` has eval losses."""
+        """Write a train, eval, summary or stopped event; collective if `logs` has eval losses."""
         losses = [key for key in logs or () if key.startswith("eval_") and key.endswith("_loss")]
         if losses:
             self.memory.measure()
@@ -110,7 +110,7 @@ class Journal(TrainerCallback):
             logger.info("%s", readable_line(line, self.stop.limit_s()))
 
     def _note_slow_node(self, line: Mapping[str, Any]) -> None:
-        """Record a node, once, whose rank was by far the slowest in SLOW_LOGS logs and SLOW_S."""
+        """Record the slowest rank's node as bad, once, after SLOW_LOGS logs in a row and SLOW_S."""
         rank, cost, node = line["slowest_rank"], line["slowest_cost"], line["slowest_host"]
         slow = cost > number("STOKER_SLOW_SHARE", 0.1) > 0
         if not slow or rank != self.slowest:
@@ -161,17 +161,18 @@ _FIGURES = {
     "memory_free_gib": "{:.1f} free",
     "train_loss": "mean loss {:.4f}",
 }
-_SHOWN_NAN = ("loss", "grad_norm")  # NaN means a fault there; elsewhere there is no figure
+# A NaN of these metrics is a fault, and is shown. A NaN of other metrics means no value.
+_SHOWN_NAN = ("loss", "grad_norm")
 SLOW_LOADER = 0.01  # of a step; longer waits for data are shown
-SLOW_LOGS, SLOW_S = 10, 300.0  # the least logs in a row, and their seconds, of one slow node
+SLOW_LOGS, SLOW_S = 10, 300.0  # a rank slowest in this many logs in a row, this long, is slow
 SLOW_RANK = 0.03  # of a step; longer waits for the slowest rank are shown
 
 
 def readable_line(line: Mapping[str, Any], limit_s: float | None = None) -> str:
-    """Return the log line of an event of metrics.jsonl.
+    """Return the log line for an event of metrics.jsonl (`line`).
 
-    `eta` is the time of the remaining steps, without evaluations and saves. `limit_s` is the time
-    until the job's time limit.
+    The log line's `eta` is the time of the remaining steps, without evaluations and saves.
+    limit_s: the seconds until the job's time limit.
     """
     event, step, prefix, ending = line["event"], line["step"], "", []
     if event == "eval":
@@ -214,9 +215,10 @@ def _remarks(line: Mapping[str, Any], limit_s: float | None) -> list[str]:
 
 
 class LiveView(TrainerCallback):
-    """Draws the progress and the last training log in a thread of rich, until `close`.
+    """A display of the progress and the last training log on a terminal, until `close`.
 
-    Drawing waits for no device and no rank. `disable_tqdm` turns the display off.
+    A thread of rich draws it, and waits for no device and no rank. `disable_tqdm` turns the display
+    off.
     """
 
     def __init__(self, progress: Progress, stop: StopWatch):

@@ -1,4 +1,4 @@
-"""Memory of each rank by phase, a GPU's headroom, and the report of a run out of memory."""
+"""Memory of each rank by phase, headroom of the GPUs, and the report when memory runs out."""
 
 import contextlib
 import gc
@@ -30,7 +30,7 @@ from utils.host.run_lock import note_energy
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
-# How to summarize a figure over ranks; the others by their maximum.
+# The function that summarizes a metric over ranks. Other metrics use the maximum.
 REDUCED: dict[str, Callable[[Sequence[float]], float]] = {
     "memory_free_gib": min, "memory_headroom_gib": min,
     "gpu_utilization": fmean, "gpu_power_w": fmean, "energy_kwh": sum,
@@ -44,16 +44,16 @@ WEIGHTS, GRADIENTS, STATES, OTHERS = "weights", "gradients", "optimizer states",
 
 
 class MemoryMonitor(TrainerCallback):
-    """Memory in GiB of each rank, and the highest use and lowest free memory of all ranks.
+    """A monitor of each rank's memory in GiB, and of each GPU's utilization, power and energy.
 
     Device memory is the memory of torch's allocator. Host memory is the memory of this process
     without data workers. Each line of metrics.jsonl (training, evaluation or save) has the peak
-    since the line before. `sequence_bytes` is the prediction for one more sequence per batch.
-    The utilization, power and energy of each GPU are measured at the same time.
+    since the previous line. sequence_bytes: predicted memory of one more sequence in the
+    micro-batch. If the prediction is 0, no headroom is logged.
     """
 
     by_rank: Sequence[Mapping[str, Any]] = ()  # at the last measurement
-    # The training peak before an evaluation or a save; the number of training logs.
+    # The training peak before an evaluation or a save, and the number of training logs so far.
     peak_bytes = logs = 0
     has_nvml = True  # until NVML fails
     energy_at_begin: float | None = None  # of this GPU; None if NVML does not count it
@@ -63,7 +63,7 @@ class MemoryMonitor(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
-        """Begin to measure the peak, so that loading the model does not count."""
+        """Read the energy counter; reset the memory peak, so that loading does not count."""
         self.device, self.rows = args.device, args.per_device_train_batch_size
         self._new_peak()
         self.energy_at_begin = energy_kwh(self.device)
@@ -83,7 +83,10 @@ class MemoryMonitor(TrainerCallback):
             self.peak_bytes = max(self.peak_bytes, self._new_peak())
 
     def metrics(self) -> dict[str, float]:
-        """Return the highest use and lowest free memory of all ranks in training; collective."""
+        """Return memory and GPU use since the last training log, reduced over ranks by REDUCED.
+
+        Logs the headroom once. Collective over ranks.
+        """
         self.measure(self.peak_bytes)
         self.peak_bytes, self.logs = 0, self.logs + 1
         if self.logs == 2 and self.sequence_bytes and self.device.type == "cuda":
@@ -97,7 +100,7 @@ class MemoryMonitor(TrainerCallback):
         return reduced
 
     def measure(self, before: int = 0) -> Sequence[Mapping[str, Any]]:
-        """Return the memory of all ranks; `before` is an earlier peak in bytes. Collective."""
+        """Return a dict of metrics for each rank. before: an earlier peak in bytes. Collective."""
         peak_bytes = max(before, self._new_peak())
         resident = psutil.Process().memory_info().rss
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # may lag behind
@@ -120,9 +123,9 @@ class MemoryMonitor(TrainerCallback):
         return self.by_rank
 
     def _gpu_use(self) -> dict[str, float]:
-        """Return this GPU's utilization and power over the last second; {} without NVML or a GPU.
+        """Return this GPU's utilization (0 to 1) and power in W over the last second.
 
-        The driver answers, so the GPU is not interrupted.
+        Return {} without NVML or a GPU. The driver measures both, so the GPU is not interrupted.
         """
         if self.device.type != "cuda" or not self.has_nvml:
             return {}
@@ -138,7 +141,7 @@ class MemoryMonitor(TrainerCallback):
         return {"gpu_utilization": busy / 100, "gpu_power_w": milliwatts / 1000}
 
     def headroom(self) -> str:
-        """Describe the free memory of the fullest GPU and the micro-batch that would fit."""
+        """Return a text: free memory of the fullest GPU, and the largest micro-batch that fits."""
         least = min(self.by_rank, key=lambda sizes: sizes["memory_headroom_gib"])
         room, total = least["memory_headroom_gib"], least["memory_total_gib"]
         fits = self.rows + max(int(room * GIB / (1.1 * self.sequence_bytes)), 0)  # 1.1: a margin
@@ -148,7 +151,7 @@ class MemoryMonitor(TrainerCallback):
 
 
 def energy_kwh(device: torch.device) -> float | None:
-    """Return the energy that NVML has counted of a GPU since its driver was loaded, if it can."""
+    """Return the kWh that a GPU has used since its driver was loaded; None if NVML has no count."""
     if device.type != "cuda":
         return None
     try:
@@ -158,13 +161,13 @@ def energy_kwh(device: torch.device) -> float | None:
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 3.6e9  # of millijoules
-    except Exception as error:  # no package, an old GPU or driver, or a part of a GPU (MIG)
+    except Exception as error:  # no pynvml, an old GPU or driver, or a part of a GPU (MIG)
         logger.debug("the energy of this GPU is not recorded: %s", error)
         return None
 
 
 def fullest_rank(line: Mapping[str, Any]) -> str:
-    """Return the rank with the highest GPU peak as " (rank 3 on n2)"; "" if all are within 10%."""
+    """Return the rank with the highest peak as " (rank 3 on n2)"; "" if all are within 10 %."""
     *_, last = ranks = sorted(line["memory_by_rank"], key=lambda one: one["memory_peak_gib"])
     apart = last["memory_peak_gib"] > 1.1 * ranks[0]["memory_peak_gib"]
     return f" (rank {last['rank']} on {last['host']})" if apart else ""
@@ -172,9 +175,9 @@ def fullest_rank(line: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def memory_page(trainer: Any) -> Iterator[None]:
-    """Write out-of-memory-rankN.txt and raise OutOfMemoryError if a with block lacks memory.
+    """Write out-of-memory-rankN.txt and raise OutOfMemoryError if the with block lacks memory.
 
-    A data worker that the kernel kills for lack of memory counts as well.
+    This also covers data workers that the kernel kills for lack of memory.
     """
     kills = memory_kills()
     try:
@@ -196,7 +199,11 @@ def memory_page(trainer: Any) -> Iterator[None]:
 
 
 def write_page(trainer: Any, error: BaseException, cause: BaseException) -> str:
-    """Write RUN/out-of-memory-rankN.txt and return the message for the user."""
+    """Write RUN/out-of-memory-rankN.txt; return the message for the user.
+
+    error: the caught exception. cause: `error` or the exception behind it that shows the lack of
+    memory.
+    """
     progress, rank, owner = trainer.callbacks.progress, global_rank(), memory_owner(cause)
     phase, device = WORDS[progress.phase], trainer.args.device.type if owner == "GPU" else "cpu"
     where = place(traceback.extract_tb(cause.__traceback__), LIBRARIES)
@@ -257,7 +264,7 @@ def _named_tensors(trainer: Any) -> Iterator[tuple[Any, str, str]]:
 
 
 def _tensors(trainer: Any, device: str, sizes: Counter[str]) -> str:
-    """Return tables of memory by kind and of the largest tensors; add bytes by kind to `sizes`."""
+    """Return memory by kind and the largest tensors as text; add bytes by kind to `sizes`."""
     found: dict[int, tuple[int, str, str]] = {}  # by address
     for value, kind, name in _named_tensors(trainer):
         with contextlib.suppress(AttributeError, RuntimeError):  # not a tensor, or without data
@@ -288,9 +295,10 @@ def _tensors(trainer: Any, device: str, sizes: Counter[str]) -> str:
 
 
 def _what_helps(trainer: Any, phase: str, device: str, others: int) -> list[str]:
-    """Return changes of settings that would save memory, largest saving first.
+    """Return texts with changes of settings that would save memory, largest saving first.
 
-    In an evaluation, the estimated saving is a share of `others`, the bytes of "other tensors".
+    phase: a value of WORDS. others: the bytes of "other tensors", from which the saving in an
+    evaluation is estimated.
     """
     args, plan, lines = trainer.args, trainer.memory, []
     if phase == "eval" and (rows := args.per_device_eval_batch_size) > 1:

@@ -21,11 +21,11 @@ from utils.model.flops import effective_length, peak_flops, token_products
 
 logger = logging.getLogger(__name__)
 
-PROBE_S = 10.0  # at least, between two timings of the matrix product in OwnTime
+PROBE_S = 10.0  # the least time between two timings of the matrix product in OwnTime
 
 
 class MixtureShares(TrainerCallback):
-    """Tokens and epochs of each source of a mixture since step 0, including before a resume.
+    """Tokens and epochs of each source of a data mixture since step 0, including before a resume.
 
     The weights in `train_data` are shares of sequences. Shares of tokens differ from the weights
     if some sources have more padding. A run on one dataset has no such metrics.
@@ -45,7 +45,10 @@ class MixtureShares(TrainerCallback):
             logger.info("mixture: %s", ", ".join(asked))
 
     def metrics(self) -> dict[str, float]:
-        """Return tokens and epochs of each source, up to the step that Throughput counted last."""
+        """Return tokens_seen/SOURCE, tokens_share/SOURCE and epochs/SOURCE; {} for one source.
+
+        The last step that counts is the last step that Throughput has counted.
+        """
         seen, sampler = self.loader.tokens_seen, self.loader.batch_sampler
         if len(seen.names) == 1:
             return {}
@@ -71,16 +74,16 @@ class Throughput(TrainerCallback):
         self, clock: Callable[[], float] = time.perf_counter, context_parallel: int = 1
     ) -> None:
         self.clock, self.context_parallel = clock, context_parallel
-        self.of_first_step: dict[str, float] = {}  # figures for the first log
+        self.of_first_step: dict[str, float] = {}  # the first log has them
         self.window_step: int | None = None  # step of the last log; None before the first step
         self.flops_per_token = 0.0  # forward and backward; 0 if they cannot be counted
         self.mfu_per_rate: float | None = None  # MFU of one token per second and device
         self.graphs = self.graphs_before = 0
-        self.own: OwnTime | None = None  # with several ranks
+        self.own: OwnTime | None = None  # None with one rank
 
     @override
     def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
-        """Keep the loader; prepare to count FLOPs and this rank's own time."""
+        """Keep the loader; prepare to count FLOPs and the time that this rank computes."""
         self.loader: TrainLoader = kwargs["train_dataloader"]
         self.world_size = args.world_size
         if "model" in kwargs:
@@ -113,7 +116,7 @@ class Throughput(TrainerCallback):
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Count the time and tokens of the step. This process's first step is timed alone."""
+        """Count the time and tokens of the step; time the first step of this process separately."""
         self.step, first = state.global_step, self.window_step is None
         interrupted = first or control.should_evaluate or control.should_save
         if interrupted and args.device.type == "cuda":
@@ -137,7 +140,7 @@ class Throughput(TrainerCallback):
         self.graphs += self.graphs_before - graphs_before
 
     def _leave_out(self, *_: Any, **__: Any) -> None:
-        """Restart the clock: time since its last reading does not count as step time."""
+        """Restart the clock, so that the time since its last reading is not part of a step."""
         self.counted_until = self.clock()
         dynamo = sys.modules.get("torch._dynamo.utils")  # absent until something is compiled
         # The number of graphs that torch has compiled in this process or loaded from its cache.
@@ -151,7 +154,7 @@ class Throughput(TrainerCallback):
         self.window_tokens = self.loader.tokens_seen.count(self.step)
 
     def metrics(self) -> dict[str, float]:
-        """Return the speed since the last training log; collective over ranks."""
+        """Return the speed metrics since the last training log; collective over ranks."""
         assert self.window_step is not None, "metrics() belongs to a training log, after a step"
         steps = self.step - self.window_step
         self._count_time()
@@ -183,12 +186,12 @@ class Throughput(TrainerCallback):
 
 
 class OwnTime:
-    """Seconds that a rank computes, without waits for other ranks.
+    """A timer of the seconds that a rank computes, without waits for other ranks.
 
-    DDP: the time of the forward passes and of the backward passes up to the embedding, because no
-    collective delays them. FSDP, DeepSpeed and context parallelism (`exchanges`): both passes wait
-    for other ranks, so each rank times a fixed matrix product every PROBE_S instead. On a GPU, CUDA
-    events measure the passes.
+    DDP: forward passes and backward passes down to the embedding are timed, because no collective
+    delays them. FSDP, DeepSpeed and context parallelism (`exchanges`): both passes wait for other
+    ranks, so each rank times a fixed matrix product every PROBE_S instead. On a GPU, CUDA events
+    measure the passes.
     """
 
     def __init__(self, model: Any, device: torch.device, exchanges: bool = False):
@@ -231,7 +234,7 @@ class OwnTime:
             self.seconds += begin.elapsed_time(end) / 1000 if self.on_gpu else end - begin
 
     def take(self) -> tuple[float, float]:
-        """Return (seconds of passes since the last call, seconds of a product), 0 if not timed."""
+        """Return the seconds of passes since the last call, and of one product; 0 if not timed."""
         own_s, self.seconds = self.seconds, 0.0
         if self.waits and time.monotonic() - self.probed >= PROBE_S:
             self.product_s = min(self._product_s() for _ in range(3))
@@ -239,7 +242,7 @@ class OwnTime:
         return own_s, self.product_s
 
     def _product_s(self) -> float:
-        """Time a matrix product (on a GPU 0.2 TFLOP and 16 MiB); the device must be idle."""
+        """Return the seconds of fixed matrix products; the GPU (0.2 TFLOP, 16 MiB) must be idle."""
         size, kind, runs = (2048, torch.bfloat16, 10) if self.on_gpu else (512, torch.float, 1)
         factor, begin = torch.ones(size, size, dtype=kind, device=self.device), time.perf_counter()
         for _ in range(runs):
@@ -250,11 +253,11 @@ class OwnTime:
 
 
 def slowest_rank(ranks: list[tuple[float, float, float, float]]) -> dict[str, float]:
-    """Return the slowest rank, and the share of a step that other ranks wait for it.
+    """Return slowest_rank, and slowest_cost: the share of a step that other ranks wait for it.
 
     `ranks` has for each rank: elapsed seconds, seconds of waiting for batches, and both results of
     `OwnTime.take`. If matrix products were timed, the rank with the slowest product is assumed to
-    compute all the time. Another rank with a product of half that time computes half the time.
+    compute all the time. A rank whose product takes half as long computes half of the time.
     """
     elapsed_s, longest = max(rank[0] for rank in ranks), max(rank[3] for rank in ranks)
     busy_s = [

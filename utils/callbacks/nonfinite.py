@@ -1,4 +1,4 @@
-"""Ends a run at a non-finite loss, gradient or weight, or at a loss spike; names the documents."""
+"""A guard that ends a run, with a report, at a NaN, an infinity or a loss spike."""
 
 import math
 import os
@@ -28,26 +28,26 @@ NAMED = 4  # documents in the message; nonfinite-step-N.json lists all
 
 @dataclass(frozen=True)
 class Finding:
-    """The non-finite losses, gradient norm and weights of a rank at a step; steps count from 0."""
+    """Non-finite losses, gradient norm and weights of one rank at a step (from 0), or a spike."""
 
     rank: int
     step: int
     losses: dict[int, float] = field(default_factory=dict)  # by index of the micro-batch
     gradient_norm: float | None = None
-    weights: tuple[str, ...] = ()
-    spike: Spike | None = None  # of a finite logged loss
+    weights: tuple[str, ...] = ()  # names
+    spike: Spike | None = None  # of the logged loss, which is finite
 
 
 class NonFiniteGuard(TrainerCallback):
-    """Ends the run when a loss or gradient of any rank is not finite.
+    """A guard that ends the run when a loss or gradient of any rank is NaN or infinite.
 
     The trainer calls `take_loss` and `take_step` with each loss and gradient norm, and `settle`
     before an evaluation or a save. Losses and norms are copied to the host asynchronously, and the
     ranks compare findings one step later, so no step waits.
 
-    judges_gradients: False if a loss scaler (fp16) handles gradients that overflow.
-    context_parallel: the number of ranks that share a micro-batch.
-    on_spike: "stop" ends the run at a logged loss that is a spike, too. Rank 0 finds it.
+    judges_gradients: whether gradient norms are checked; False if a loss scaler (fp16) handles
+    their overflow. context_parallel: the number of ranks that share a micro-batch. on_spike: "stop"
+    also ends the run when rank 0 finds a spike in the logged loss.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class NonFiniteGuard(TrainerCallback):
 
     @override
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Raise NotFiniteError if a value of an earlier step is not finite on any rank."""
+        """Raise NotFiniteError or SpikeError if any rank has a finding of an earlier step."""
         assert self.agreement is not None, "on_train_begin comes first"
         self._read(wait=False)
         if self.agreement.result():
@@ -104,7 +104,10 @@ class NonFiniteGuard(TrainerCallback):
         self.agreement.begin_turn(int(bool(self.findings)))
 
     def settle(self, model: nn.Module | None = None) -> None:
-        """Wait for the values of all steps; check them and the weights of `model`. Collective."""
+        """Check the losses and gradient norms of all steps so far, and the weights of a `model`.
+
+        Raises NotFiniteError or SpikeError on all ranks. Waits for the device. Collective.
+        """
         if self.agreement is None:
             return  # training has ended, and all steps are checked
         self._read(wait=True)
@@ -140,7 +143,7 @@ class NonFiniteGuard(TrainerCallback):
 
     @override
     def on_log(self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **__: Any) -> None:
-        """Judge a logged loss on rank 0; the history includes the losses before a resume."""
+        """Check on rank 0 whether the logged loss is a spike; losses before a resume count."""
         if self.on_spike == "none" or "loss" not in logs or self.rank:
             return
         newest = (line for line in reversed(state.log_history) if "loss" in line)
@@ -150,7 +153,7 @@ class NonFiniteGuard(TrainerCallback):
 
     @override
     def on_epoch_end(self, *_: Any, **kwargs: Any) -> None:
-        """Check the last steps and the weights before the model is exported."""
+        """Check the last steps and the weights for NaN and infinity before the model's export."""
         self.settle(kwargs["model"])
 
     @override
@@ -161,7 +164,7 @@ class NonFiniteGuard(TrainerCallback):
 
 
 def spoilt_weights(model: nn.Module) -> list[str]:
-    """Return this rank's trained parameters with a NaN or infinity; waits for the device once."""
+    """Return the names of this rank's trained parameters with a NaN or infinity; one GPU sync."""
     names, largest = [], []
     for name, parameter in model.named_parameters():
         part: Any = parameter
@@ -184,8 +187,9 @@ def write_report(
 ) -> str:
     """Write nonfinite-step-N.json for the earliest step in `found`; return the error message.
 
-    The file lists the documents of the micro-batches, or of the global batch if all losses are
-    finite. `context_parallel` ranks share a micro-batch.
+    The file lists the documents of the micro-batches with a NaN or infinite loss. If all losses are
+    finite, it lists the documents of the global batch. `context_parallel` ranks share a
+    micro-batch.
     """
     found = [finding for finding in found if finding.spike is None]
     step = min(finding.step for finding in found)
@@ -222,7 +226,7 @@ def write_report(
     try:
         replace_text(path, strict_json(facts, indent=1) + "\n")
         where = f"all of them: {path}"
-    except OSError as error:  # the message matters more
+    except OSError as error:  # the user needs the message even without the file
         where = f"the list of all could not be written: {error}"
     return (
         f"step {step + 1}: {causes[0]}{more}.\n"

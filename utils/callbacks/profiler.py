@@ -1,4 +1,4 @@
-"""`profile_steps`: a trace of the chosen steps, and a table of the most expensive kernels."""
+"""A profile of the steps in `profile_steps`: a trace, and a table of the most expensive kernels."""
 
 import logging
 from pathlib import Path
@@ -19,21 +19,22 @@ NAME_LENGTH = 90  # characters of a kernel's name; names of C++ templates have t
 
 
 class ProfilerWindow(TrainerCallback):
-    """Profiles steps `first` to `stop` - 1 on rank 0, into `output_dir`/profile.
+    """A profiler of steps `first` to `stop` - 1 on rank 0. Its files are in `output_dir`/profile.
 
     Each step has a label in the trace. The table includes evaluations and saves between these
-    steps; its heading says so. If torch's profiler fails, the run logs a warning and continues.
+    steps, and its heading lists them. If torch's profiler fails, the run logs a warning and
+    continues.
     """
 
     def __init__(self, first: int, stop: int, output_dir: Path):
         self.first, self.stop, self.directory = first, stop, output_dir / "profile"
         self.profiler: Any = None
-        self.mark: Any = None  # the current step's label in the trace
-        self.remarks = ""
+        self.mark: Any = None  # the record_function that labels the current step in the trace
+        self.remarks = ""  # end of the table's heading
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Skip the steps to profile that came before a resume."""
+        """Leave out steps that were trained before a resume; log if no step is left to profile."""
         self.device, begun = args.device, state.global_step + 1
         self.first = max(self.first, begun)
         self.records = state.is_world_process_zero
@@ -45,7 +46,7 @@ class ProfilerWindow(TrainerCallback):
 
     @override
     def on_step_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Start the profiler before step `first`; begin the label of each profiled step."""
+        """Start the profiler before step `first`; open a record_function for each profiled step."""
         step = state.global_step + 1
         if not self.records or not self.first <= step < self.stop:
             return
@@ -64,7 +65,7 @@ class ProfilerWindow(TrainerCallback):
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """End the step's label; write the trace after the last profiled step or at a stop."""
+        """Close the record_function; write the trace after the last profiled step or at a stop."""
         done = state.global_step
         if self.mark is not None:
             self.mark.__exit__(None, None, None)
@@ -86,7 +87,7 @@ class ProfilerWindow(TrainerCallback):
             torch.cuda.synchronize(self.device)
 
     def _finish(self, last: int) -> None:
-        """Stop the profiler; rank 0 writes the trace and the table. Collective on CPUs."""
+        """Write the trace and the table of the steps up to `last` on rank 0. Collective on CPUs."""
         if not self.first <= last < self.stop:
             return
         profiler, self.profiler, self.stop = self.profiler, None, 0

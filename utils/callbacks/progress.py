@@ -10,11 +10,11 @@ from utils.host.run_lock import note_phase
 
 
 class Phase(StrEnum):
-    """A part of a run, in the words of status.py, the live view and hang.txt."""
+    """A phase of a run. status.py, the live view and hang.txt show its value as text."""
 
     START = "starting"
     LOAD = "loading a checkpoint"
-    FIRST_STEP = "in its first step"  # of this process; it compiles and allocates
+    FIRST_STEP = "in its first step"  # the first step of this process compiles and allocates
     TRAIN = "training"
     EVALUATE = "evaluating"
     SAVE = "saving"
@@ -28,8 +28,9 @@ class Progress:
     step    the current step while training, otherwise the last finished step
     since   the time at which the phase began, by time.monotonic()
     shape   (sequences, tokens) of the last micro-batch
-    tokens  tokens without padding of each sequence of the last micro-batch, (sequences,) on the CPU
-    split   the held-out split that is being evaluated; `batches_done` of its `batches` are done
+    tokens  number of tokens in each sequence of the last micro-batch, without padding:
+            (sequences,), on the CPU
+    split   name of the held-out split in evaluation; `batches_done` of its `batches` are evaluated
     """
 
     phase: Phase = Phase.START
@@ -40,25 +41,25 @@ class Progress:
     split: str = ""
     batches_done: int = 0
     batches: int = 0
-    first_step: int | None = None  # of this process
+    first_step: int | None = None  # the first step that this process trains
 
     def begin(self, phase: Phase, step: int) -> None:
-        """Begin a phase. The next heartbeat of the run lock tells status.py the phase."""
+        """Begin a phase. status.py shows the phase after the run's next heartbeat."""
         self.phase, self.step, self.since, self.split = phase, step, time.monotonic(), ""
         note_phase(phase)
 
     def begin_step(self, step: int) -> None:
-        """Begin a training step."""
+        """Begin a training step, in phase FIRST_STEP if it is the first step of this process."""
         if self.first_step is None:
             self.first_step = step
         self.begin(Phase.FIRST_STEP if step == self.first_step else Phase.TRAIN, step)
 
     def begin_batch(self, batch: dict[str, torch.Tensor]) -> None:
-        """Store the shape and token counts of a micro-batch, while the batch is on the CPU."""
+        """Store the shape and token counts of a micro-batch, which must still be on the CPU."""
         sequences, tokens = batch["input_ids"].shape
         self.shape = sequences, tokens
         self.tokens = batch["sequence_tokens"]
 
     def begin_split(self, split: str, batches: int) -> None:
-        """Begin to evaluate a held-out split."""
+        """Begin the evaluation of a held-out split. batches: number of its batches on this rank."""
         self.split, self.batches_done, self.batches = split, 0, batches

@@ -1,4 +1,4 @@
-"""A check that other nodes compute the repeated steps of a resumed run as earlier nodes did."""
+"""A check after a resume on other nodes: repeated steps give the same loss and gradient norm."""
 
 import logging
 import math
@@ -20,22 +20,24 @@ from utils.launch.ledger import Fault, record
 
 logger = logging.getLogger(__name__)
 
-# Figure, share of the larger value, least limit: how far two computations of a log may differ,
-# unless the bits have to be equal. In benchmarks/results, other numbers of ranks change losses by
-# 1e-5 (exactness/world_sizes.json), and training in 8 bits by at most 3.5 % (gpu/fp8.json). The
-# gradient norm is that of one step, and amplifies what differed before: it may be three times.
+# (metric, share, least): the metric's values in two logs of one step may differ by this share of
+# the larger value, or by `least`. This does not apply if all bits must be equal. In
+# benchmarks/results, other numbers of ranks change losses by 1e-5 (exactness/world_sizes.json), and
+# training in 8 bits by at most 3.5 % (gpu/fp8.json). The gradient norm of a single step amplifies
+# earlier differences, so one value may be three times the other.
 LIMITS = (("loss", 0.1, 0.02), ("grad_norm", 2 / 3, 0.02))
-# Changes after which the figures stay the same, but not their last bits.
+# Changes of these settings or inputs change only the last bits of losses and gradient norms.
 HARMLESS = {"environment", "eval_data", "per_device_train_batch_size", "strategy", "versions"}
-ALIKE = "strategy", "world_size", "replicas", "devices", "cpu"  # of a launch, for equal bits
+# Fields of `launch` in provenance.json. Only starts with the same values compute equal bits.
+ALIKE = "strategy", "world_size", "replicas", "devices", "cpu"
 Values = Mapping[str, Any]  # a line of metrics.jsonl, or an element of `starts` in provenance.json
 
 
 class ResumeCheck(TrainerCallback):
-    """Compares the first `count` training logs after a resume with those of other nodes.
+    """A check of the first `count` training logs after a resume against logs of earlier nodes.
 
-    `journal` has logs after the checkpoint if the start that wrote the checkpoint ended without a
-    later one. The run repeats these steps anyway. deterministic: full_determinism is on.
+    `journal` has earlier logs of these steps if the run ended some steps after its last checkpoint.
+    The resumed run repeats these steps anyway. deterministic: full_determinism is on.
     """
 
     def __init__(self, count: int, deterministic: bool, journal: Journal):
@@ -76,13 +78,13 @@ class ResumeCheck(TrainerCallback):
 
     @override
     def on_log(self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **__: Any) -> None:
-        """Compare a training log; collective at the steps that are due."""
+        """Compare a training log if its step is in `due`; collective at these steps."""
         step = state.global_step
         if step in self.due and "loss" in logs:
             on_rank_0(lambda: self._compare(step, logs))
 
     def _compare(self, step: int, logs: Values) -> None:
-        """Log that the nodes agree, or raise UnfitClusterError."""
+        """Log that the nodes agree. If not, set new checkpoints aside; raise UnfitClusterError."""
         there, here = (", ".join(one["launch"]["hosts"]) for one in (self.then, self.now))
         text = difference(self.logs[step], logs, self.exact)
         if not text:
@@ -122,11 +124,13 @@ class ResumeCheck(TrainerCallback):
 def logs_after(
     step: int, lines: Iterable[Values], starts: Sequence[Values]
 ) -> tuple[int, dict[int, Values]]:
-    """Return the first start that logged steps after a checkpoint (its index), and these logs.
+    """Return the index in `starts` of the first start that logged steps after `step`, and its logs.
 
-    Logs before a later resume from an earlier step are left out: they belong to other weights. So
-    are those of starts that are not in `starts`: a checkpoint of another directory is adopted with
-    the journal of all starts, but only with the record of those until the checkpoint.
+    A start is one execution of the script. `step` is that of a checkpoint. `lines` are from
+    metrics.jsonl, `starts` from provenance.json. Two kinds of logs are left out. Logs before a
+    later resume from an earlier step belong to other weights. Logs of starts that `starts` lacks
+    have no known nodes: a checkpoint adopted from another directory has the metrics.jsonl of all
+    starts, but only the provenance.json of the starts until its save.
     """
     logs: dict[int, Values] = {}
     began = [datetime.fromisoformat(start["time"]).timestamp() for start in starts]
@@ -149,7 +153,7 @@ def logs_after(
 def logs_by_host(
     steps: Sequence[int], lines: Iterable[Values], starts: Sequence[Values], but: int
 ) -> list[tuple[int, str, Values]]:
-    """Return (step, hosts, log) of these steps in all starts except the one with index `but`."""
+    """Return (step, host names, log) of `steps` from all starts except the start at index `but`."""
     began = [datetime.fromisoformat(start["time"]).timestamp() for start in starts]
     found, index = [], but
     for line in lines:
@@ -162,7 +166,7 @@ def logs_by_host(
 
 
 def difference(old: Values, new: Values, exact: bool) -> str:
-    """Return the figures of a log that differ too much, or "". `exact`: by any bit."""
+    """Return the metrics that differ too much as text, or "". exact: report any difference."""
     texts = []
     for name, share, least in LIMITS:
         if name in old and name in new:

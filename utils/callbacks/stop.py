@@ -1,4 +1,4 @@
-"""Stops or saves a run at the same step on all ranks: signals, STOP and SAVE files, time limit."""
+"""Stops and saves at the same step on all ranks, by a signal, STOP or SAVE file, or time limit."""
 
 import datetime
 import logging
@@ -25,14 +25,14 @@ STOP, SAVE = "STOP", "SAVE"  # files in the run directory
 JOB_BEGAN = "STOKER_JOB_BEGAN"  # unix seconds, set by slurm/job_setup.sh
 LOOK_INTERVAL_S = 1.0
 # Requests. Each rank sends a number, and all ranks act on the largest. STOPPING + N is a request
-# that rank N received. SPENT is the end of max_gpu_hours.
+# that rank N received. SPENT: max_gpu_hours are used. FAILED: a background save failed.
 NOTHING, SAVING, STOPPING = range(3)
 SPENT, FAILED = 2**30 - 1, 2**30
 
 # The next step or batch may take as long as the longest of the last RECENT_EVENTS steps or batches.
 RECENT_EVENTS = 100
 LONGEST_MARGIN_S = 30.0
-# A low guess for parallel file systems, until the first save is measured.
+# Assumed speed of a save until the first save is measured; low for a parallel file system.
 GUESSED_BYTES_PER_S = 200e6
 SHORTEST_GUESS_S = 5.0
 
@@ -40,15 +40,15 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationInterrupted(Exception):
-    """Raised on all ranks at the same batch: the run stops and will evaluate after a resume."""
+    """Raised on all ranks at the same evaluation batch to stop. A resumed run evaluates first."""
 
 
 class Deadline:
-    """The end of the job's time limit, and the time that a stop needs before it.
+    """The end of a time limit, and the time that a run needs to stop before this end.
 
     A stop needs time for a save and two steps: rank 0 reads the clock only after a step, and the
     ranks agree during the next step. A save that is still being written in the background needs
-    time as well. `total_s` is the time left at `now`; `name` is what ends.
+    time as well. total_s: the seconds left at `now`. name: the limit's name for the log.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Deadline:
         self.steps_s: deque[float] = deque([0.0], maxlen=RECENT_EVENTS)
 
     def reason(self, now: float) -> str | None:
-        """Return why the run must stop now, or None."""
+        """Return a text on why the run must stop now, or None."""
         left_s, step_s = self.ends_at - now, max(self.steps_s)
         saves_s = (save.stall_s + save.write_s for save in self.checkpoints.saves)
         save_s = max(saves_s, default=self.guessed_save_s)
@@ -77,20 +77,20 @@ class Deadline:
 
 
 class StopWatch(TrainerCallback):
-    """Stops or saves at the end of a step or evaluation batch if any rank was asked to.
+    """A callback that stops or saves after a step or evaluation batch if any rank requests it.
 
     Stop: a file STOP in the run directory, a signal to any rank, the time limit or max_gpu_hours.
     The run ends with a checkpoint. A stop interrupts an evaluation (`EvaluationInterrupted`) or
-    replaces an evaluation that is due at the same step; a resumed run begins with the whole
+    replaces an evaluation that is due at the same step. A resumed run then begins with the whole
     evaluation.
 
     Save: a file SAVE, or a last checkpoint older than `save_minutes` (0: never). The run continues.
 
-    Each rank checks for signals, and rank 0 for all other reasons, at most once a second. A failed
-    background save of any rank is raised on all ranks.
+    Each rank checks for signals, and rank 0 for all other reasons, at most once a second. If a
+    background save failed on any rank, all ranks raise an error.
 
-    stopped           whether the run ended early, on rank 0 for `reason`
-    spent             whether it ended early at max_gpu_hours
+    stopped           whether the run ended early; rank 0 has the `reason` as text
+    spent             whether the run ended early because of max_gpu_hours
     evaluation_due    whether a resumed run must evaluate the current step first
     unscheduled_save  whether only this callback asked for the save of the current step
     """
@@ -121,18 +121,18 @@ class StopWatch(TrainerCallback):
         self.first_step = True
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore `evaluation_due` from a checkpoint's values."""
+        """Restore `evaluation_due` from a checkpoint's `state()`."""
         self.evaluation_due = saved.get("evaluation_due", False)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores: whether a resumed run must evaluate first."""
+        """Return whether a resumed run must evaluate first, to store in a checkpoint."""
         return {"evaluation_due": self.evaluation_due}
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Begin the first all-reduce of the ranks' requests to stop or to save.
+        """Read the time limits; begin the first all-reduce of the ranks' requests.
 
-        In a resumed run, let Trainer evaluate first if the stop came before a due evaluation.
+        In a resumed run, let Trainer evaluate first if a stop had replaced an evaluation.
         """
         if state.global_step:
             args.eval_on_start = self.evaluation_due  # the user's value is not for resumed runs
@@ -170,7 +170,7 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Stop, or save and continue, if any rank requested it."""
+        """Stop the run, or save and continue, if any rank has requested this."""
         self.step = state.global_step
         if self.first_step:
             self.first_step, self.last_event = False, self.clock()
@@ -193,7 +193,7 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_prediction_step(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Interrupt the evaluation to stop, or request a save after the evaluation.
+        """Raise EvaluationInterrupted for a requested stop; let a requested save follow.
 
         All ranks have the same number of batches, so all ranks stop at the same batch.
         """
@@ -209,7 +209,7 @@ class StopWatch(TrainerCallback):
             raise EvaluationInterrupted
 
     def _take_turn(self) -> int:
-        """Return the largest request of all ranks, from the last all-reduce; begin the next one."""
+        """Return the largest request of all ranks from the last all-reduce; begin the next."""
         assert self.agreement is not None, "on_train_begin comes first"
         self._count_event()
         alone = self.agreement.group is None
@@ -219,7 +219,7 @@ class StopWatch(TrainerCallback):
         if agreed >= FAILED:
             self.progress.begin(Phase.SAVE, self.step)
             self.checkpoints.finish()  # raises
-        # A checkpoint written since this round began fulfils the request.
+        # A checkpoint written since this all-reduce began fulfils the request.
         if agreed == SAVING and not self.save_due:
             self._consume(SAVE)
             self.save_due = not self.saved_since_turn
@@ -234,9 +234,9 @@ class StopWatch(TrainerCallback):
         self.saved_since_turn = False
 
     def _look(self) -> int:
-        """Return this rank's request: NOTHING, SAVING, STOPPING + rank or FAILED.
+        """Return this rank's request: NOTHING, SAVING, STOPPING + rank, SPENT or FAILED.
 
-        A request to stop stays until the run ends.
+        A request to stop remains until the run ends.
         """
         if self.checkpoints.failed:
             return FAILED
@@ -304,14 +304,14 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_save(self, *_: Any, **__: Any) -> None:
-        """Note that a request to save is fulfilled; exclude the save from the time of a step."""
+        """Forget a fulfilled request to save; do not count the save as time of a step."""
         self.save_due, self.saved_since_turn = False, True
         self.saved_at = self.last_event = self.clock()
         if self.found == SAVING:
             self.found = NOTHING
 
     def _count_event(self, *_: Any, **__: Any) -> None:
-        """Store the time since the last event for the deadline's estimate of a step."""
+        """Add the time since the last event to the times from which a step is estimated."""
         before, self.last_event = self.last_event, self.clock()
         for deadline in (self.deadline, self.budget):
             if deadline is not None and before is not None:
@@ -332,7 +332,7 @@ class StopWatch(TrainerCallback):
 def remove_stale_requests(output_dir: Path) -> None:
     """Remove STOP and SAVE files left by an earlier job of this run, and log a warning.
 
-    A file that is newer than the start of the job (STOKER_JOB_BEGAN) is a request to this job.
+    A file newer than the begin of this job (STOKER_JOB_BEGAN) is a request to this job and stays.
     """
     began = os.environ.get(JOB_BEGAN, "")
     for name in (STOP, SAVE):

@@ -1,4 +1,4 @@
-"""Ends a run that makes no progress; hang.txt has the stacks and collectives of all ranks."""
+"""A watchdog for runs without progress. hang.txt has the stacks and collectives of all ranks."""
 
 import dataclasses
 import faulthandler
@@ -40,16 +40,17 @@ _SHOWN = ("utils/checkpoints/", "utils/data/", "torch/utils/data/")
 
 
 class HangWatch(TrainerCallback):
-    """Ends the process with exit code 76 after ``timeout_s`` without progress (0: never).
+    """A watchdog that ends the process with exit code 76 after ``timeout_s`` without progress.
 
     Each Trainer event counts as progress (a "beat"), and a thread watches the count. Phases other
     than a usual training step may take three times as long. A rank without progress logs its
     stack, writes hang/rank-N.json and a note for the launcher (utils/launch/verdict.py), and ends.
-    Once one rank has done so, the others wait only half the time. The lowest rank that hangs writes
-    hang.txt from all rank-N.json files, and logs which rank the others waited for.
+    After the first such note, other ranks end after half of the time without progress. The lowest
+    rank that hangs writes hang.txt from all rank-N.json files, and logs which rank the others
+    waited for.
 
-    The thread runs from ``on_train_begin`` until ``leave``. All ranks have the same events, so
-    their counts can be compared. ``hosts`` has the host name of each rank.
+    The thread runs from ``on_train_begin`` until ``leave``; timeout_s 0 starts no thread. All ranks
+    have the same events, so their counts can be compared. ``hosts`` has the host name of each rank.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class HangWatch(TrainerCallback):
         self.rank = self.step = self.beats = self.beats_seen = 0
         self.silent_s, self.looked = 0.0, clock()
         self.left = threading.Event()
-        self.ending = threading.Lock()  # held from giving up to the end of the process
+        self.ending = threading.Lock()  # locked while a hang is reported, until the process ends
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
@@ -73,7 +74,7 @@ class HangWatch(TrainerCallback):
         threading.Thread(target=self._watch, name="hang watch", daemon=True).start()
 
     def _beat(self, *event: Any, **_: Any) -> None:
-        """Count an event. Only the thread reads the clock, so counting costs a step nothing."""
+        """Count a Trainer event as progress. Only the thread reads the clock, so this is fast."""
         _args, state, *_control = event
         self.step = state.global_step
         self.beats += 1
@@ -141,7 +142,7 @@ class HangWatch(TrainerCallback):
         self.end(ExitCode.LOST_RANK)
 
     def _judge(self) -> None:
-        """Log which rank is at fault, from all ranks' notes; the lowest rank writes hang.txt."""
+        """Name the rank at fault, from all ranks' notes. The lowest rank writes hang.txt."""
         end = time.monotonic() + OTHERS_LIMIT_S
         while len(records := read_records(self.output_dir, self.began)) < len(self.hosts):
             if time.monotonic() > end:
@@ -174,7 +175,7 @@ def _notes() -> list[Note]:
 
 
 def leave_record(output_dir: Path, note: Note, phase: str) -> None:
-    """Write note, phase, stacks and last collectives to hang/rank-N.json. Raises OSError."""
+    """Write this rank's note, phase, stacks and collectives to hang/rank-N.json. Raises OSError."""
     stacks = {}
     for thread in threading.enumerate():
         lines = [place([frame], LIBRARIES) for frame in thread_frames(thread.ident or 0)]
@@ -203,7 +204,10 @@ def read_records(output_dir: Path, since: float) -> dict[int, dict[str, Any]]:
 
 
 def last_and_pending(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """Return the last completed and the first pending collective of each process group."""
+    """Return {process group: texts of its last completed and first pending collective}.
+
+    entries: collectives that torch's flight recorder has recorded, in order of time.
+    """
     groups: dict[str, dict[str, str]] = {}
     for entry in entries:
         backend, _, operation = entry["profiling_name"].partition(":")
@@ -219,7 +223,10 @@ def last_and_pending(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str
 
 
 def compare(records: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
-    """Return lines that show each rank's collective by process group, and mark mismatches."""
+    """Return text lines with the collectives of all ranks by process group; mark mismatches.
+
+    records: the contents of hang/rank-N.json by rank. hosts: the host name of each rank.
+    """
     lines = []
     for group in sorted({name for record in records.values() for name in record["groups"]}):
         at = {rank: record["groups"].get(group, {}) for rank, record in sorted(records.items())}
@@ -240,7 +247,10 @@ def compare(records: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> l
 def write_page(
     output_dir: Path, verdict: str, step: int, hosts: Sequence[str], records: Mapping[int, Any]
 ) -> None:
-    """Write hang.txt; ranks with equal stacks share one paragraph. Raises OSError."""
+    """Write hang.txt, with one paragraph for all ranks of equal stacks. Raises OSError.
+
+    verdict: a text on the rank at fault. step: the last finished step. Others as in `compare`.
+    """
     utc = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     lines, under_way = [f"{utc}: the run hung after step {step}.", verdict], compare(records, hosts)
     if any(MISMATCH in line for line in under_way):
