@@ -33,7 +33,7 @@ CHECKPOINTING = ("none", "selective", "full", "auto", True, False)
 
 @dataclass(frozen=True)
 class RunArguments:
-    """How the run as a whole is done."""
+    """Settings of the run as a whole: its length, launch, saves and checks."""
 
     global_batch_size: int = setting(None, also=dict)
     batch_warmup: dict[str, int] | None = None
@@ -68,7 +68,7 @@ class RunArguments:
 
 @dataclass(frozen=True)
 class DataArguments(RawDataArguments):
-    """The token datasets and how they become sequences."""
+    """Settings of the token datasets, and of the sequences made of them."""
 
     train_data: list[str]
     sequence_length: int = setting(None)
@@ -83,7 +83,7 @@ class DataArguments(RawDataArguments):
 
 @dataclass
 class ModelArguments(ModelConfig):
-    """The model and LoRA, as trl.ModelConfig names them; from scratch with `model_config`."""
+    """Settings of the model and LoRA, with the names of trl.ModelConfig."""
 
     model_name_or_path: str | None = None
     model_config: str | None = None

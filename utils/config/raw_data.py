@@ -23,7 +23,7 @@ _NOT_RAW = ("*.arrow", "*.safetensors", "*state.json", "dataset_info.json", "sto
 class RawData:
     """The raw files that a run tokenizes into `folder`: sources (PATH), eval_sources (NAME=PATH).
 
-    tokenizer: the setting tokenizer_name_or_path. instead: the value of train_data afterwards, with
+    tokenizer: the setting tokenizer_name_or_path. prepared_data: the value of train_data that names
     the prepared datasets in place of the raw files.
     """
 
@@ -31,7 +31,7 @@ class RawData:
     eval_sources: list[str]
     folder: str
     tokenizer: str | None
-    instead: str
+    prepared_data: str
 
 
 def is_raw(path: str) -> bool:
@@ -88,7 +88,7 @@ def take_out_raw(data: DataArguments, output_dir: str) -> tuple[DataArguments, R
         eval_sources=[f"{name}={path}" for name, path in named],
         folder=folder,
         tokenizer=data.tokenizer_name_or_path,
-        instead=" ".join(replaced.train_data).removesuffix(f"/{TRAIN}"),
+        prepared_data=" ".join(replaced.train_data).removesuffix(f"/{TRAIN}"),
     )
     return replaced, prepared
 

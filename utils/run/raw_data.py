@@ -49,7 +49,7 @@ def _prepare_once(settings: RunSettings, raw: RawData) -> None:
     known_files(output_dir)
     fetch(arguments)
     has_begun = RunRecord(output_dir).exists
-    earlier = f"--train_data {raw.instead} resumes it with the data of then."
+    earlier = f"--train_data {raw.prepared_data} resumes it with the data of then."
     try:
         planned = begin_preparation(arguments)
     except ConfigurationError as error:
