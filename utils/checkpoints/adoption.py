@@ -1,4 +1,4 @@
-"""`--resume_from_checkpoint DIR`: copy a checkpoint from elsewhere into a new run directory.
+"""`--resume_from_checkpoint DIR`: the copy of a checkpoint from elsewhere in a new run directory.
 
 Each checkpoint has copies of config.yaml and provenance.json in its folder `run`. With these files
 the run can resume in any directory, and Stoker can compare the new settings with the old ones.
@@ -44,25 +44,27 @@ class ForeignCheckpoint:
 
 
 def resumed_record(settings: RunSettings) -> RunRecord:
-    """Return the record of the run that this start resumes; that of a new run is empty."""
+    """Return the RunRecord of the run that is to be resumed. The record of a new run is empty."""
     output_dir = Path(str(settings.training.output_dir))
-    # Otherwise the start has already copied the checkpoint to output_dir.
+    # Except in a dry run, the checkpoint is already copied to output_dir.
     named = settings.training.resume_from_checkpoint if settings.run.dry_run else None
     foreign = foreign_checkpoint(named, output_dir)
     return RunRecord(output_dir if foreign is None else foreign.record)
 
 
 def known_data(settings: RunSettings) -> list[str]:
-    """Return the fingerprints of the training data that a resumed run keeps."""
+    """Return the fingerprints of the resumed run's training data; [] if a change is accepted."""
     accepted = "train_data" in settings.run.accept_changes
     return [] if accepted else resumed_record(settings).training_data
 
 
 def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignCheckpoint | None:
-    """Find the checkpoint of --resume_from_checkpoint; None if output_dir has checkpoints.
+    """Return the checkpoint of --resume_from_checkpoint; None if output_dir has checkpoints.
 
     `named`, the flag's value, is a checkpoint or a run directory. A run directory means its newest
-    checkpoint. No tensors are read. Raises ConfigurationError.
+    checkpoint. True (this run's own checkpoint) and None also give None. No tensors are read.
+    Raises ConfigurationError if `named` has no committed checkpoint, or output_dir has
+    another run.
     """
     if not named or named is True:  # True: resume from this run's own newest checkpoint
         return None
@@ -106,9 +108,9 @@ def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignChe
 def adopt_checkpoint(named: str | bool | None, output_dir: Path, *, needs_best: bool) -> None:
     """Copy the checkpoint of --resume_from_checkpoint into `output_dir`, and verify the copy.
 
-    Also copy metrics.jsonl and the run's best checkpoint, which must exist if `needs_best`. Do
-    nothing if `output_dir` has checkpoints. A killed process leaves no partial checkpoint. Only
-    rank 0 calls this, and holds the run lock. Raises ConfigurationError.
+    Also copy config.yaml, provenance.json, metrics.jsonl and the run's best checkpoint, which must
+    exist if `needs_best`. Do nothing if `output_dir` has checkpoints. A killed process leaves no
+    partial checkpoint. Only rank 0 calls this, and holds the run lock. Raises ConfigurationError.
     """
     found = foreign_checkpoint(named, output_dir)
     if found is None:
@@ -135,7 +137,8 @@ def adopt_checkpoint(named: str | bool | None, output_dir: Path, *, needs_best: 
 def _best_beside(found: ForeignCheckpoint, best: Path | None, *, needs_best: bool) -> Path | None:
     """Return the committed best checkpoint next to `found`; None if `found` is the best.
 
-    If the best is missing, return None, or raise ConfigurationError if `needs_best`.
+    best: its path by the copy of `found` (None: unknown). A missing best checkpoint gives None, or
+    ConfigurationError if `needs_best`.
     """
     directory = found.directory
     if best is None or best.name in (directory.name, f"checkpoint-{found.manifest.step}"):

@@ -1,4 +1,7 @@
-"""The checkpoints in a run directory: choice for a resume, deletion of old ones, free space."""
+"""The checkpoints in a run directory: choice for a resume, deletion of old ones, free space.
+
+A committed checkpoint is a directory checkpoint-STEP with a manifest.json, which is written last.
+"""
 
 import json
 import logging
@@ -25,7 +28,8 @@ from utils.host.machine import host_name
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
-# Prefixes, because Trainer and many scripts treat every name checkpoint-* as a checkpoint.
+# Prefixes of other directories. Trainer and many scripts take any name checkpoint-* for a
+# checkpoint, so suffixes would not do.
 INCOMPLETE, DAMAGED, DELETING = "incomplete.", "damaged.", "deleting."
 RESHARDED = "resharded."  # a temporary copy for another number of ranks
 SHOWN_PROBLEMS = 5
@@ -46,7 +50,7 @@ def numbered_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def how_to_rewrite(final: str | Path) -> str:
-    """Return advice on how to rewrite a damaged final/; "" if the run has no checkpoint."""
+    """Return advice on how to rewrite a damaged final/; "" for other paths or no checkpoint."""
     directory = Path(final)
     if directory.name != FINAL or not numbered_checkpoints(directory.parent):
         return ""
@@ -55,7 +59,7 @@ def how_to_rewrite(final: str | Path) -> str:
 
 
 def own_checkpoint(output_dir: Path) -> Path | None:
-    """Return a run's newest checkpoint that has a manifest, or None. Its files are not verified."""
+    """Return a run's newest checkpoint with a manifest, or None. No other file is checked."""
     found = (directory for _, directory in numbered_checkpoints(output_dir))
     return next((directory for directory in found if (directory / MANIFEST).is_file()), None)
 
@@ -63,8 +67,9 @@ def own_checkpoint(output_dir: Path) -> Path | None:
 def best_checkpoint(directory: Path) -> Path | None:
     """Return the best checkpoint according to trainer_state.json in the checkpoint `directory`.
 
-    None if the file is missing, damaged or names no checkpoint. Only the last part of the stored
-    path counts: the run may have moved or come from a stranger.
+    None if the file is missing, damaged or names no checkpoint. The returned path is beside
+    `directory` and may be missing. Only the name in the stored path is used, because the run may
+    have moved or come from a stranger.
     """
     try:
         state = json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))
@@ -79,7 +84,8 @@ def committed_checkpoints(
 ) -> list[tuple[Path, Manifest]]:
     """Return (directory, manifest) of committed checkpoints, newest first.
 
-    `run_id` selects the checkpoints of one run. Unreadable manifests are logged and left out.
+    run_id: only checkpoints of this run (None: of any run). A checkpoint with an unreadable
+    manifest is logged and left out.
     """
     found = []
     for _, directory in numbered_checkpoints(output_dir):
@@ -96,9 +102,10 @@ def committed_checkpoints(
 
 
 def set_aside(directory: Path, prefix: str) -> str:
-    """Prepend `prefix` to the name of a checkpoint or file, so that it is ignored.
+    """Rename a checkpoint or file, so that no resume uses it, and return the new name.
 
-    Return the new name. If that name exists, a number follows the prefix: damaged.2.checkpoint-7.
+    The new name begins with `prefix`. If the name exists, a number follows the prefix:
+    damaged.2.checkpoint-7.
     """
     number, target = 1, directory.with_name(prefix + directory.name)
     while target.exists():
@@ -110,7 +117,7 @@ def set_aside(directory: Path, prefix: str) -> str:
 
 
 def delete(directory: Path) -> None:
-    """Rename a directory, so that a kill leaves no partial checkpoint, and delete it, or warn."""
+    """Rename and delete a directory, so that a kill leaves no partial checkpoint; log errors."""
     try:
         doomed = directory
         if not directory.name.startswith(DELETING):
@@ -124,7 +131,7 @@ def delete(directory: Path) -> None:
 
 
 def leftovers(output_dir: Path, *prefixes: str) -> list[Path]:
-    """Return checkpoint directories with one of `prefixes`, such as damaged.checkpoint-7."""
+    """Return the renamed checkpoints with one of `prefixes`, such as damaged.checkpoint-7."""
     return [path for prefix in prefixes for path in output_dir.glob(f"{prefix}*checkpoint-*")]
 
 
@@ -177,7 +184,7 @@ def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Pat
 def checkpoint_problems(
     directory: Path, step: int, run_id: str, *, tensors: bool = True
 ) -> list[str]:
-    """Return the differences between a checkpoint's files and its manifest.
+    """Return texts on the differences between a checkpoint's files and its manifest; [] if intact.
 
     Without `tensors`, read no weights. Raises ConfigurationError for a checkpoint of another run.
     """
@@ -196,10 +203,11 @@ def checkpoint_problems(
 
 
 def most_at_once(keep: int | None, saves: int) -> int:
-    """Return the number of checkpoints, without the best, that must fit on storage together.
+    """Return how many checkpoints, besides the best, must fit on storage at the same time.
 
-    If space is short, `make_room` deletes the oldest before the next save, but leaves LEAST_KEPT
-    (2), so at least three must fit if there are that many `saves`. `keep` None keeps all.
+    keep: the number of newest checkpoints that stay (None: all). saves: the number of saves in the
+    run. If space is short, `make_room` deletes the oldest checkpoint before the next save, but
+    leaves LEAST_KEPT (2). So three must fit, even with a smaller `keep`, unless `saves` is smaller.
     """
     return saves if keep is None else min(saves, max(keep, LEAST_KEPT + 1))
 
@@ -215,7 +223,7 @@ def rotate(output_dir: Path, run_id: str, keep: int | None) -> None:
 
 
 def make_room(output_dir: Path, run_id: str, keep: int | None, estimated_bytes: float) -> None:
-    """Delete old checkpoints until the next one fits. Raises StorageError, see `find_room`."""
+    """Delete old checkpoints until the next one fits. Arguments and errors as in `find_room`."""
     for directory in find_room(output_dir, run_id, keep, estimated_bytes):
         logger.warning("%s is deleted before the save: its room is needed", directory)
         delete(directory)  # if the deletion fails, the save will report the full disk
@@ -226,9 +234,11 @@ def find_room(
 ) -> list[Path]:
     """Return the directories to delete so that `count` more checkpoints fit on the file system.
 
-    First leftovers of killed processes, then what `rotate` would delete after the next commit,
-    oldest first; LEAST_KEPT committed checkpoints stay. The newest one, or else `estimated_bytes`,
-    tells the size of the next. Raises StorageError if deletions free too little.
+    The list begins with leftovers of killed processes. Checkpoints that `rotate` would delete after
+    the next commit follow, oldest first, but LEAST_KEPT committed checkpoints stay. A checkpoint
+    needs the size of the newest committed checkpoint. `estimated_bytes` replaces this size before
+    the first save. run_id: None for a new run, which can delete nothing. Raises StorageError if
+    deletions free too little.
     """
     committed: list[tuple[Path, Manifest]] = []
     deletable: list[Path] = []
@@ -258,7 +268,7 @@ def find_room(
 
 
 def whole_checkpoints(output_dir: Path) -> list[tuple[Path, Manifest]]:
-    """Return the committed checkpoints without a missing or cut file, newest first."""
+    """Return (directory, manifest) of committed checkpoints without a missing or truncated file."""
     return [
         (directory, manifest)
         for directory, manifest in committed_checkpoints(output_dir)
@@ -267,10 +277,11 @@ def whole_checkpoints(output_dir: Path) -> list[tuple[Path, Manifest]]:
 
 
 def deletable_checkpoints(output_dir: Path) -> list[Path]:
-    """Return the checkpoints except the newest LEAST_KEPT whole ones and the best one.
+    """Return checkpoints to delete: all but the best and the newest LEAST_KEPT whole checkpoints.
 
-    A checkpoint after the newest whole one may be a save that is still written. Without a whole
-    checkpoint return []: a person has to decide which one to repair.
+    A whole checkpoint has no missing or truncated file. Checkpoints after the newest whole
+    checkpoint are not returned, because one may be a save in progress. Without a whole checkpoint
+    the result is [], because a person has to decide which checkpoint to repair.
     """
     if not (whole := whole_checkpoints(output_dir)):
         return []
@@ -292,7 +303,7 @@ def taken_bytes(directory: Path) -> int:
 
 
 def _spare(committed: Sequence[tuple[Path, Manifest]], keep: int | None) -> list[Path]:
-    """Return the checkpoints other than the newest `keep` and the best, oldest first."""
+    """Return the checkpoints but the newest `keep` and the best, oldest first; keep None: []."""
     if keep is None or not committed:
         return []
     newest_first = [directory for directory, _ in committed]

@@ -1,7 +1,7 @@
-"""The files of a checkpoint: owner rank, digests, copies, and manifest.json.
+"""The files of a checkpoint: the rank that writes each, digests, copies, and manifest.json.
 
 manifest.json has the digests of all other files. It is written last and thereby commits the
-checkpoint: a directory without it is incomplete.
+checkpoint: a directory without manifest.json is incomplete.
 """
 
 import concurrent.futures
@@ -66,7 +66,7 @@ _OWNED = re.compile(
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and digest of a committed file; `sha256` comes from `file_digests`."""
+    """Size and digest of a committed file; `sha256` is computed by `file_digests`."""
 
     size_bytes: int
     sha256: str
@@ -101,10 +101,10 @@ def list_files(directory: Path) -> list[str]:
 def flush_and_record(
     directory: Path, names: Iterable[str], source: Path | None = None
 ) -> dict[str, FileRecord]:
-    """Flush files and their folders to stable storage; return sizes and digests. Raises OSError.
+    """Flush files and their folders to stable storage; return {name: size and digest}.
 
-    With a `source`, copy the files from that folder to `directory` first. The digests are then of
-    the files in `source`.
+    With a `source`, copy the files from this folder to `directory` first. The digests are then of
+    the files in `source`. Raises OSError.
     """
     names = list(names)
     threads = THREADS if source is None else COPY_THREADS
@@ -129,7 +129,7 @@ def flush_and_record(
 def file_problems(
     directory: Path, records: Mapping[str, FileRecord], *, tensors: bool = True
 ) -> list[str]:
-    """Return the differences between the files of a checkpoint and the `records` of its manifest.
+    """Return texts on differences between a checkpoint's files and the `records` of its manifest.
 
     Compare the names and sizes of all files first, and contents only if names and sizes agree.
     Without `tensors`, read the contents only of files with suffixes in DESCRIPTIONS.
@@ -164,8 +164,8 @@ def flush(path: Path) -> None:
 def file_digests(paths: Iterable[Path], threads: int = THREADS) -> list[str]:
     """Return the SHA-256 of each file. Raises OSError.
 
-    A file larger than PART_BYTES is hashed in parts;
-    the result is the SHA-256 of all parts' digests.
+    A file larger than PART_BYTES is hashed in parts. Its result is the SHA-256 of all parts'
+    digests.
     """
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         started = [
@@ -218,9 +218,9 @@ class DamagedCheckpointError(Exception):
 class Manifest:
     """The content of manifest.json: the files of a committed checkpoint, and how it was trained.
 
-    samples, tokens   trained on since step 0, without padding
-    fingerprints      digests of data, tokenizer and settings
-    versions          of installed packages, by name
+    samples, tokens   sequences and tokens trained on since step 0, without padding
+    fingerprints      digests of the datasets and the tokenizer
+    versions          versions of installed packages, by name
     """
 
     run_id: str
@@ -242,7 +242,7 @@ class Manifest:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write manifest.json, after all other files were flushed. Raises OSError."""
+    """Write manifest.json, which commits a checkpoint of flushed files. Raises OSError."""
     flush(directory.parent)  # makes the directory's name durable
     replace_text(directory / MANIFEST, _text(dataclasses.asdict(manifest)), exact=True)
     flush(directory)
@@ -252,8 +252,8 @@ def read_manifest(directory: Path) -> Manifest:
     """Return the content of a checkpoint's manifest.json.
 
     The checkpoint may come from a stranger, so each listed path must be inside the directory, and
-    lead to a regular file or to nothing. Raises DamagedCheckpointError if the manifest was changed,
-    OSError if it cannot be read, and ConfigurationError if a later version of Stoker wrote it.
+    be a regular file or missing. Raises DamagedCheckpointError if the manifest was changed, OSError
+    if it cannot be read, and ConfigurationError if a later version of Stoker wrote it.
     """
     path = directory / MANIFEST
     try:
@@ -281,7 +281,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _has_its_types(manifest: Manifest) -> bool:
-    """Check the types of the fields, because run id, step and counts become parts of paths."""
+    """Return whether all fields have safe values; some, such as the run id, are used in paths."""
     sizes = [record.size_bytes for record in manifest.files.values()]
     counts = [manifest.world_size, manifest.global_batch_size, manifest.step, *sizes]
     counts += [manifest.samples, manifest.tokens]
@@ -298,7 +298,7 @@ def _text(committed: Mapping[str, Any]) -> str:
 
 
 def check_layout(checkpoint: Path, strategy: str) -> None:
-    """Raise ConfigurationError if `strategy` cannot load the checkpoint."""
+    """Raise ConfigurationError if a parallel strategy cannot load the checkpoint (see ALIKE)."""
     written = read_manifest(checkpoint).strategy
     if written == strategy or {written, strategy} in ALIKE:
         return

@@ -36,9 +36,9 @@ METADATA_NAMES = re.compile(
 
 
 def guard_loading(strategy: str) -> None:
-    """Force weights_only=True in this process, allow the strategy's classes, turn off CRC-32.
+    """Force weights_only=True for torch.load in this process, and allow the strategy's classes.
 
-    torch.save takes time to compute CRC-32 sums, and torch.load does not check them.
+    Also turn off CRC-32 sums: torch.save takes time to compute them, torch.load ignores them.
     """
     set_crc32_options(False)
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
@@ -60,7 +60,7 @@ def allow_known_classes(strategy: str) -> None:
 
 
 def refuse_code(checkpoint: Path) -> None:
-    """Raise ConfigurationError if loading a checkpoint could run code or read other files."""
+    """Raise ConfigurationError if loading a checkpoint could run code or read files outside."""
     manifest = read_manifest(checkpoint)
     allow_known_classes(manifest.strategy)
     for name in manifest.files:
@@ -72,7 +72,7 @@ def refuse_code(checkpoint: Path) -> None:
 
 
 def forbidden(path: Path) -> str | None:
-    """Return the reason not to load a file of a checkpoint; None for a safe file.
+    """Return the reason, as text, not to load a file of a checkpoint; None for a safe file.
 
     Raises OSError, and ConfigurationError if the file refers to a path outside of the checkpoint.
     """
@@ -107,9 +107,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _read_sharded(metadata: Path) -> None:
-    """Unpickle `.metadata` and the non-tensor parts of the shards that it lists, with checks.
+    """Check the pickles of a sharded checkpoint: `.metadata` and the non-tensor parts of shards.
 
-    torch's FileSystemReader reads the same parts. Raises UnpicklingError for a forbidden class.
+    torch's FileSystemReader unpickles the same parts. Raises UnpicklingError for a forbidden class.
     """
     with metadata.open("rb") as file:
         content = _MetadataUnpickler(file).load()

@@ -1,10 +1,10 @@
 """config.yaml and provenance.json of a run (its "record"), and their copies in checkpoints.
 
-config.yaml has the settings of the run's first start and never changes. provenance.json has a list
-`starts`: each start or resume of the run appends versions, settings and the Slurm job. Each
-checkpoint has copies of both files in its folder `run`, with digests in the manifest. A file that
-is missing, unreadable or different from the copy is damaged: the copy is read instead, and the next
-start or save restores the file.
+A start is one execution of the training script, and a resume is another start. config.yaml has the
+settings of the first start and never changes. provenance.json has a list `starts`, to which each
+start appends versions, settings and the Slurm job. Each checkpoint has copies of both files in its
+folder `run`, with digests in the manifest. A file that is missing, unreadable or different from the
+copy is damaged. Then the copy is read, and the next start or save restores the file.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ WRONG = {
 
 
 def _is_name(value: Any) -> bool:
-    """Return whether the value can be a part of a file name, as a Slurm job id must."""
+    """Return whether the value is a short text of letters, digits and "_", safe in a file name."""
     return isinstance(value, str) and re.fullmatch(r"\w{1,99}", value) is not None
 
 
@@ -89,8 +89,9 @@ START: dict[str, Any] = {
 class RunRecord:
     """config.yaml and provenance.json of a run; each file is read once, at its first use.
 
-    A damaged file without an intact copy in a checkpoint is lost: reading it raises
-    ConfigurationError. With `lenient`, for programs that only show a run, a lost file is empty.
+    A damaged file without an intact copy in a checkpoint is lost: properties that need the file
+    raise ConfigurationError. With `lenient`, for programs that only show a run, a lost file counts
+    as empty.
     """
 
     def __init__(self, directory: Path, *, lenient: bool = False):
@@ -131,7 +132,7 @@ class RunRecord:
 
     @cached_property
     def damage(self) -> dict[str, str]:
-        """The problems of damaged and lost files, by file name. Raises nothing."""
+        """The problems of damaged and lost files as {file name: text}. Raises no error."""
         found = {}
         for name, read in ((CONFIG, lambda: self._config), (PROVENANCE, lambda: self._provenance)):
             path = self.directory / name
@@ -161,7 +162,7 @@ class RunRecord:
 
     @cached_property
     def _copies(self) -> Path | None:
-        """The folder `run` of the newest checkpoint with intact copies, if there is one."""
+        """The folder `run` of the newest checkpoint with intact copies, or None."""
         names = [f"{RECORD}/{name}" for name in (CONFIG, PROVENANCE)]
         for _, checkpoint in numbered_checkpoints(self.directory):
             try:
@@ -178,7 +179,7 @@ class RunRecord:
 
     @cached_property
     def _provenance(self) -> tuple[dict[str, Any], str]:
-        """The content of provenance.json, or of its copy if damaged; the problem ("": intact)."""
+        """The content of provenance.json (its copy if damaged), and the problem as text, or ""."""
         own, problem = self._read(PROVENANCE, _parse_provenance)
         if self._copies is None:
             lost = own is None and (self.directory / PROVENANCE).exists()
@@ -196,7 +197,7 @@ class RunRecord:
 
     @cached_property
     def _config(self) -> tuple[str | None, str]:
-        """The text of config.yaml, or of its copy if damaged; the problem ("": intact)."""
+        """The text of config.yaml (its copy if damaged), and the problem as text, or ""."""
         own, problem = self._read(CONFIG, _parse_config)
         if self._copies is None:
             return own, self._lose(CONFIG, problem) if own is None else ""
@@ -207,9 +208,10 @@ class RunRecord:
         return copy, f"{problem}: {self._copies / CONFIG} is used instead"
 
     def _read(self, name: str, parse: Callable[[str], Any]) -> tuple[Any, str]:
-        """Return the parsed file (None if damaged) and the problem.
+        """Return the parsed file (None if it cannot be parsed) and the problem as text.
 
-        The problem is a text to log if the copy is used instead of the file.
+        A parsed file also gets the text, because the caller logs it if the file and its copy
+        differ.
         """
         try:
             return parse((self.directory / name).read_text(encoding="utf-8")), WRONG[name]
@@ -219,7 +221,7 @@ class RunRecord:
             return None, f"{WRONG[name]} ({error})"
 
     def _lose(self, name: str, problem: str) -> str:
-        """Add advice to the problem of a lost file; raise ConfigurationError unless `lenient`."""
+        """Return a lost file's problem with advice; raise ConfigurationError unless `lenient`."""
         run, weights = self.directory, None
         for _, checkpoint in reversed(numbered_checkpoints(run)):
             with contextlib.suppress(DamagedCheckpointError, ConfigurationError, OSError):
@@ -259,7 +261,7 @@ def copy_record(output_dir: Path, checkpoint: Path) -> None:
 
 
 def settings_in_force(run_dir: Path, starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return config.yaml's settings, updated with the changes recorded in `starts` in order."""
+    """Return config.yaml's settings with the changes of `starts` (of provenance.json) in order."""
     settings = RunRecord(run_dir).settings
     for start in starts:
         settings |= start.get("changed") or {}
@@ -285,7 +287,7 @@ def _parse_provenance(text: str) -> dict[str, Any]:
 
 
 def _fits(value: Any, shape: Any) -> bool:
-    """Return whether `value` fits `shape`: a type, a check, or a dict of shapes. null fits."""
+    """Return whether `value` fits `shape`: a type, a check, or a dict of shapes. None fits."""
     if value is None:
         return True
     if isinstance(shape, type):

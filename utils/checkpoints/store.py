@@ -2,8 +2,8 @@
 
 After Trainer's save, each rank flushes and hashes the files that it wrote, and rank 0 writes
 manifest.json last. Checkpoint directories are not renamed: when transformers renamed them, ranks
-raced (#28364, #36112). For a background save Trainer writes into /dev/shm, and a thread of each
-rank copies the rank's files to storage; then rank 0 writes manifest.json.
+raced (transformers #28364, #36112). In a background save, Trainer writes into /dev/shm. A thread of
+each rank then copies the rank's files to storage, and rank 0 writes manifest.json.
 """
 
 import atexit
@@ -57,15 +57,15 @@ class Save:
 
     step: int
     size_bytes: int
-    stall_s: float  # training waited
-    write_s: float  # the background thread then wrote; 0 for a save without a background writer
+    stall_s: float  # time that training waited
+    write_s: float  # time that the background thread then wrote; 0 without a background writer
 
 
 class BackgroundWriter:
     """A thread of this rank that copies a checkpoint's files from /dev/shm to storage.
 
-    The threads of all ranks commit a checkpoint together, in a process group separate from
-    training's. Each rank locks its directory in /dev/shm while the rank lives; `remove_leftovers`
+    The threads of all ranks commit a checkpoint together, in a process group that training does not
+    use. Each rank locks its directory in /dev/shm until its process ends. `remove_leftovers`
     deletes unlocked directories.
     """
 
@@ -80,8 +80,8 @@ class BackgroundWriter:
     def open(self, step: int, own_bytes: int | None, all_bytes: int) -> Path | None:
         """Return this rank's directory in /dev/shm; None if the files of any node do not fit there.
 
-        own_bytes: the size of this rank's files in the previous save. None: each node needs room
-        for the whole checkpoint, `all_bytes`. Collective over ranks.
+        own_bytes: the size of this rank's files in the previous save; None for the first save, when
+        each node needs room for the whole checkpoint, `all_bytes`. Collective over ranks.
         """
         own = all_bytes if own_bytes is None else own_bytes
         rooms = on_every_rank(lambda: (host_name(), own, free_bytes()))
@@ -126,10 +126,10 @@ class BackgroundWriter:
             self.group = None
 
     def own_files(self, staged: Path) -> list[str]:
-        """Return the files in `staged` (in /dev/shm) that this rank copies to storage.
+        """Return the names of files in `staged` (in /dev/shm) that this rank copies to storage.
 
-        If several ranks have a file of the same name, one rank copies the file: `owner` if it is
-        one of them, otherwise the first. Collective over ranks.
+        If several ranks have a file of the same name, only one of them copies the file: the rank
+        that `owner` returns, or else the lowest rank with the file. Collective over ranks.
         """
         writers: dict[str, int] = {}
         for writer, names in enumerate(on_every_rank(lambda: list_files(staged), self.group)):
@@ -159,7 +159,7 @@ def _refuse_lost(output_dir: Path) -> None:
 
 
 class Checkpoints:
-    """Saves the checkpoints of a run and deletes old ones. All ranks call each method together.
+    """The store that saves a run's checkpoints and deletes old ones. All ranks call each method.
 
     A save has three steps: `begin`, Trainer's own save into `run_dir`, `commit`. With `background`,
     `commit` returns before the manifest is written, and `finish` waits for the manifest.
@@ -184,7 +184,8 @@ class Checkpoints:
         self.saves: list[Save] = []
         self.begun = 0.0
         self.own_bytes: int | None = None  # size of this rank's files in the previous save
-        # The samples of the first N steps. start_run replaces it for a global batch that grows.
+        # Returns the number of samples of the first N steps. start_run replaces this function,
+        # because the global batch may grow.
         self.samples_before: Callable[[int], int] = lambda step: step * facts.global_batch_size
 
     def directory(self, step: int) -> Path:
@@ -209,8 +210,9 @@ class Checkpoints:
     def begin(self, step: int) -> bool:
         """Wait for the previous save; delete old checkpoints if the next one needs the space.
 
-        Return False if this step is already committed. Raises on all ranks: StorageError, or
-        ConfigurationError if another job holds the run lock.
+        Return whether to save: False if this step is already committed. All ranks raise
+        StorageError for too little space or a failed previous save, and ConfigurationError if
+        another job holds the run lock.
         """
         self.begun = time.monotonic()
         self.finish()
@@ -230,9 +232,10 @@ class Checkpoints:
         return True
 
     def commit(self, step: int, *, tokens: int) -> None:
-        """Commit Trainer's files, perhaps in the background; delete old checkpoints.
+        """Commit the files that Trainer saved; delete old checkpoints.
 
-        `tokens` is the number of tokens trained on since step 0. Raises StorageError.
+        If Trainer saved into /dev/shm, a thread does this in the background. tokens: the number of
+        tokens trained on since step 0. Raises StorageError.
         """
         target, background = self.directory(step), self.background
         if background is None or not self.staged:
@@ -288,7 +291,10 @@ class Checkpoints:
     def _commit_files(
         self, step: int, tokens: int, record: Callable[[], dict[str, FileRecord]], group: Any = None
     ) -> int:
-        """Call `record` on each rank, write the manifest, rotate; return the checkpoint's size."""
+        """Write the manifest and delete old checkpoints; return the checkpoint's size in bytes.
+
+        record: flushes a rank's files and returns their sizes and digests. Collective.
+        """
         by_rank = on_every_rank(record, group)
         self.own_bytes = sum(file.size_bytes for file in by_rank[self.rank].values())
         manifest = dataclasses.replace(
