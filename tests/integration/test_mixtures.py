@@ -107,13 +107,15 @@ def whole(shared, settings, pretrained) -> Path:
 def test_the_shares_hold_over_the_whole_run(settings, pretrained, whole, tmp_path, capsys):
     """A resume counts the tokens before it; the smallest source runs out and is repeated."""
     cut = pretrained(tiny.copied(whole, tmp_path / "cut", step=3), **settings)
-    assert "mixture: web 50.0% of the sequences (of the tokens " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "mixture: web 50.0% of the sequences (of the tokens " in out
     assert mixture(cut) == mixture(whole)
     last = mixture(whole)[-1]
     assert set(last) == {f"{key}{name}" for key in MIXTURE for name in COUNTS}
     samples = {name: last[f"epochs/{name}"] * count for name, count in COUNTS.items()}
     assert sum(samples.values()) == STEPS * BATCH
     assert last["epochs/rare"] > 1
+    assert f"its 4 are each seen {last['epochs/rare']:.2f} times" in out
     seen = sum(last[f"tokens_seen/{name}"] for name in COUNTS)
     assert seen == tiny.train_lines(whole)[-1]["tokens_seen"]
     assert last["tokens_share/web"] == last["tokens_seen/web"] / seen

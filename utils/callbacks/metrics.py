@@ -33,16 +33,8 @@ class MixtureShares(TrainerCallback):
 
     @override
     def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
-        """Keep the loader; log the requested mixture."""
+        """Keep the loader."""
         self.loader: TrainLoader = kwargs["train_dataloader"]
-        names, shares = self.loader.tokens_seen.names, self.loader.batch_sampler.order.shares()
-        if len(names) > 1:
-            tokens = shares * [plan.sequence_tokens.mean() for plan in self.loader.dataset.plans]
-            asked = (
-                f"{name} {share:.1%} of the sequences (of the tokens {own / tokens.sum():.1%})"
-                for name, share, own in zip(names, shares, tokens, strict=True)
-            )
-            logger.info("mixture: %s", ", ".join(asked))
 
     def metrics(self) -> dict[str, float]:
         """Return tokens_seen/SOURCE, tokens_share/SOURCE and epochs/SOURCE; {} for one source.

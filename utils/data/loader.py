@@ -209,6 +209,22 @@ def source_names(paths: Sequence[Path]) -> list[str]:
     return ["/".join(end) for end in ends]
 
 
+def mixture_line(rows: PackedDataset, sampler: GlobalBatchSampler) -> str:
+    """Return the log line on the shares of several sources, and on their epochs in the run."""
+    shares = sampler.order.shares()
+    tokens = shares * [plan.sequence_tokens.mean() for plan in rows.plans]
+    epochs = sampler.order.epochs_before(sampler.samples_before(sampler.total_steps))
+    names = source_names([dataset.path for dataset in rows.datasets])
+    sources = (
+        f"{name} {share:.1%} of the sequences (of the tokens {own / tokens.sum():.1%}), "
+        f"its {count:,} are each seen {times:.2f} times"
+        for name, share, own, count, times in zip(
+            names, shares, tokens, rows.per_source, epochs, strict=True
+        )
+    )
+    return f"mixture: {'; '.join(sources)}"
+
+
 class TrainLoader:
     """The training micro-batches of one rank, from the step at which `batch_sampler` resumes.
 

@@ -178,6 +178,35 @@ def freeze_asked(built: PreTrainedModel, model: ModelArguments) -> None:
         raise ConfigurationError(problems)
 
 
+def frozen_lines(model: ModelArguments, config: PreTrainedConfig) -> list[str]:
+    """Return the log line on what --freeze and --train_only freeze; none if neither is given."""
+    if not (model.freeze or model.train_only):
+        return []
+    built = without_weights(config)
+    freeze_unused(built)
+    before = {weight for weight in built.parameters() if weight.requires_grad}
+    freeze_asked(built, model)
+    named = dict(built.named_parameters(remove_duplicate=False))
+    frozen = {weight for weight in before if not weight.requires_grad}
+    inside = {name: set(module.parameters()) for name, module in built.named_modules() if name}
+    whole: list[str] = []  # the largest layers that are frozen, and weights outside of them
+    for name, weights in (inside | {name: {weight} for name, weight in named.items()}).items():
+        if weights and weights <= frozen and not f"{name}.".startswith(tuple(whole)):
+            whole.append(f"{name}.")
+    alike: dict[str, list[str]] = {}  # the numbers of layers are left out of the keys
+    for name in whole:
+        alike.setdefault(re.sub(r"\d+", "N", name), []).append(name[:-1])
+    shown = [" to ".join(dict.fromkeys((each[0], each[-1]))) for each in alike.values()]
+    counts = [f" ({len(each)})" if len(each) > 1 else "" for each in alike.values()]
+    names = ", ".join(map("".join, zip(shown, counts, strict=True)))
+    head: Any = built.get_output_embeddings()
+    tied = [name for name, each in named.items() if head and each is getattr(head, "weight", None)]
+    state = "frozen" if tied and named[tied[0]] in frozen else "trained"
+    note = f"; {' and '.join(tied)} are one weight (tied), so both are {state}"
+    total, still = (sum(weight.numel() for weight in each) for each in (before, frozen))
+    return [f"frozen: {still:,} of {total:,} parameters: {names}{note if len(tied) > 1 else ''}"]
+
+
 def _weights_in(named: Mapping[str, nn.Parameter], layers: Sequence[str]) -> set[nn.Parameter]:
     """Return the weights in the layers with these full names; "" names the whole model."""
     inside = tuple(f"{layer}." if layer else "" for layer in layers)

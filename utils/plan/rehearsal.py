@@ -14,7 +14,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    SchedulerType,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.integrations import get_reporting_integration_callbacks
 
 from utils.config.arguments import MUON, with_values
@@ -201,6 +207,7 @@ def _try_schedule(
     """Compute learning rates over the whole run; warn if their peak is below learning_rate."""
     values, rate = settings.values, settings.training.learning_rate
     scheduler: Any = trainer.create_scheduler(total_steps)
+    report.say(schedule_line(settings.training, scheduler, total_steps))
     if not isinstance(scheduler, LambdaLR):
         for _ in range(3):
             scheduler.step(1.0)  # an evaluation's metric
@@ -219,3 +226,27 @@ def _try_schedule(
             f"{values.shown('lr_scheduler_type')}: the learning rate is at most {peak * rate:.3g} "
             f"in this run, not {rate:g} ({total_steps:,} steps, {values.shown('warmup_steps')})"
         )
+
+
+def schedule_line(args: TrainingArguments, scheduler: Any, total_steps: int) -> str:
+    """Return the log line on the learning rates of a run of `total_steps` steps, and its optimizer.
+
+    The last step's rate is computed, so it also shows a schedule that does not end with the run.
+    """
+    kind, given = str(SchedulerType(args.lr_scheduler_type).value), args.lr_scheduler_kwargs
+    options, parts = dict(given) if isinstance(given, dict) else {}, list[str]()
+    last = ", then as the evaluations decide"
+    if isinstance(scheduler, LambdaLR):
+        scale: Any = scheduler.lr_lambdas[0]
+        last = f", {scale(total_steps - 1) * args.learning_rate:.3g} in the last step"
+        if kind != "constant":
+            parts.append(f"warmup {args.get_warmup_steps(total_steps):,}")
+        for name in ("stable", "decay") if kind == "warmup_stable_decay" else ():
+            parts.append(f"{name} {scale.keywords[f'num_{name}_steps']:,}")
+            options.pop(f"num_{name}_steps", None)
+    of = f": {', '.join(parts)}" if parts else ""
+    told = f" ({', '.join(f'{name} {value}' for name, value in options.items())})"
+    return (
+        f"schedule: {kind}{of} of {total_steps:,} steps{told if options else ''}; "
+        f"optimizer: {args.optim}, learning rate {args.learning_rate:.3g}{last}"
+    )

@@ -23,7 +23,7 @@ from utils.config.arguments import (
 from utils.config.declarations import counted_ranks
 from utils.config.errors import ConfigurationError, Report
 from utils.config.settings import RunSettings, with_derived
-from utils.data.loader import PackedDataset
+from utils.data.loader import PackedDataset, mixture_line
 from utils.data.order import GlobalBatchSampler, SampleOrder, steps_for
 from utils.data.packing import PackPlan, plan_packing
 from utils.data.token_dataset import (
@@ -388,6 +388,8 @@ def plan_steps(
         f"run: {total_steps:,} steps = {sampler.epoch_at(total_steps):.2f} epochs of {rows:,} "
         f"sequences = {sampler.samples_before(total_steps) * length:,} tokens with padding"
     )
+    if len(data.train.plans) > 1:
+        report.say(mixture_line(data.train, sampler))
     if total_steps < FEW_STEPS and training.max_steps < 1 and run.max_tokens is None:
         more = more_steps(rows, run.global_batch_size, ranks)
         report.warn(f"run: {total_steps} steps may be too few to learn from: give {more}")

@@ -21,7 +21,7 @@ from utils.host.foreign import naming
 from utils.host.redaction import redact
 from utils.kernels.varlen import NAME
 from utils.launch.processes import LaunchFacts
-from utils.model.adapters import AdapterPlan, plan_adapters
+from utils.model.adapters import AdapterPlan, frozen_lines, plan_adapters
 from utils.model.architecture import first_line, has_experts, without_weights
 from utils.model.attention import (
     OPEN,
@@ -149,7 +149,7 @@ def plan_run(
         rehearse(settings, config, states is not None, sampler.total_steps, device, report)
         attention = _attention(settings, data, config, device, report)
         adapters = plan_adapters(settings.model, config)
-        for line in adapters.report if adapters else ():
+        for line in adapters.report if adapters else frozen_lines(settings.model, config):
             report.say(line)
         model = adapters.model if adapters else settings.model
         loss_head = _loss_head(settings, config, adapters, bool(data.new_tokens), device, report)

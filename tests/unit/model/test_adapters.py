@@ -17,6 +17,7 @@ from utils.config.errors import ConfigurationError
 from utils.model.adapters import (
     freeze_asked,
     freeze_unused,
+    frozen_lines,
     linear_and_experts,
     load_adapter,
     plan_adapters,
@@ -199,3 +200,41 @@ def test_named_layers_are_frozen(freeze, train_only, frozen):
     freeze_asked(tied, ModelArguments(train_only=["lm_head"]))
     (trained,) = (name for name, weight in tied.named_parameters() if weight.requires_grad)
     assert trained == "model.embed_tokens.weight", "it is the weight of the head, too"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, []),
+        (
+            {"freeze": ["embed_tokens"]},
+            ["frozen: 128 of 5,832 parameters: model.embed_tokens"],
+        ),
+        (
+            {"freeze": ["layers.1.mlp", "layers.0.mlp", "norm"]},
+            [
+                "frozen: 392 of 5,832 parameters: model.layers.0.mlp to model.layers.1.mlp (2), "
+                "model.norm"
+            ],
+        ),
+        (
+            {"train_only": ["lm_head", "layers.11"]},
+            [
+                "frozen: 5,240 of 5,832 parameters: model.embed_tokens, model.layers.0 to "
+                "model.layers.10 (11), model.norm"
+            ],
+        ),
+    ],
+)
+def test_the_plan_names_what_is_frozen(given, said):
+    config = LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=12, num_attention_heads=2,
+        vocab_size=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    assert frozen_lines(ModelArguments(**given), config) == said
+    config.tie_word_embeddings = True
+    (line,) = frozen_lines(ModelArguments(freeze=["embed_tokens"]), config)
+    assert line.endswith(
+        ": model.embed_tokens, lm_head; model.embed_tokens.weight and lm_head.weight are one "
+        "weight (tied), so both are frozen"
+    )
