@@ -63,8 +63,7 @@ def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignChe
 
     `named`, the flag's value, is a checkpoint or a run directory. A run directory means its newest
     checkpoint. True (this run's own checkpoint) and None also give None. No tensors are read.
-    Raises ConfigurationError if `named` has no committed checkpoint, or output_dir has
-    another run.
+    Raises ConfigurationError if `named` has no committed checkpoint, or output_dir another run.
     """
     if not named or named is True:  # True: resume from this run's own newest checkpoint
         return None

@@ -4,9 +4,9 @@ start       sets up the process, locks output_dir, finds the checkpoint to resum
 raw_data    prepares raw files of train_data before the run, in worker processes
 staging     copies the datasets to each node's own disk
 preflight   checks of output_dir on all hosts: writable, with enough space, no foreign files
-provenance  provenance.json; refuses to resume with settings that change what the run computes
+provenance  provenance.json; a resume with settings that change results is refused
 trackers    Weights & Biases, MLflow, TensorBoard, Trackio
-finish      makes the callbacks; evaluates and exports at the end of training
+finish      creates the callbacks; evaluates and exports at the end of training
 export      writes the finished model to final/, and LoRA's adapter to adapter/
 documents   status.py --step: the documents of a step, their texts and losses
 chat        chat.py: conversations with a finished model or a checkpoint

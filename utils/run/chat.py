@@ -75,7 +75,11 @@ def find_model(name: str) -> str:
 
 
 def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
-    """Return (model, tokenizer). Raises ConfigurationError if a part is missing or unreadable."""
+    """Load the model in evaluation mode and its tokenizer, from a folder or a Hub name.
+
+    device None: a GPU if there is one. Raises ConfigurationError if a part is missing or
+    unreadable.
+    """
     base, config = path, {}
     settle_connection(path)
     with foreign(path, f"the model cannot be loaded{how_to_rewrite(path)}"):
@@ -114,7 +118,7 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
 
 
 class Printer(TextStreamer):
-    """Prints an answer while it is generated, and collects its text in `text`."""
+    """A streamer that prints an answer while it is generated and collects it in `text`."""
 
     text = ""
 
@@ -125,9 +129,9 @@ class Printer(TextStreamer):
 
 
 class ChatModel:
-    """A model with its tokenizer and chat template. Without a template, it only continues texts.
+    """A model with its tokenizer and chat template. Without a template, texts are only continued.
 
-    interrupted  whether Ctrl-C cut the last answer short
+    interrupted  whether Ctrl-C ended the last answer early
     """
 
     interrupted = False
@@ -172,7 +176,10 @@ class ChatModel:
         )
 
     def rendered(self, messages: Messages) -> str:
-        """Return the messages as the text that the model continues. Raises ConfigurationError."""
+        """Return the text that the model continues.
+
+        Raises ConfigurationError if the chat template, or the lack of one, forbids the messages.
+        """
         asked = f"{messages[-1]['content']!r:.40} cannot be asked"
         if self.template is not None:
             with foreign(self.path, f"{asked}, its chat template refuses it"):
@@ -187,7 +194,7 @@ class ChatModel:
         return messages[0]["content"]
 
     def answer(self, messages: Messages) -> str:
-        """Generate, print and return an answer, which Ctrl-C cuts short.
+        """Generate and print the answer to `messages`; return its text. Ctrl-C ends it early.
 
         Raises ConfigurationError if the prompt exceeds the model's positions or memory runs out.
         """

@@ -1,7 +1,8 @@
 """`status.py RUN --step N`: the documents that a step trained on, their texts and losses.
 
-A run records none of this: the order of training is a pure function of settings, data and step. The
-loss is that of the newest checkpoint before the step, of each document alone, as packing has it.
+A run does not record these documents. They are found again, because settings, data and step decide
+the order of training. The losses are computed with the newest checkpoint before the step. Each
+document is computed alone, because packed documents do not see each other.
 """
 
 import dataclasses
@@ -32,14 +33,15 @@ from utils.prepare.values import LOCATIONS, Location, unpack_locations
 from utils.run.chat import load, say
 
 SHOWN = 160  # characters of a text
-# For each part of a document: its JSON line, its token ids, and which of them are trained on.
+# A part of a document: its JSON line, its token ids, and a mask of the tokens trained on.
 Part = tuple[dict[str, Any], np.ndarray, np.ndarray]
 
 
 def show_step(run: Path, steps: str, as_json: bool, with_loss: bool) -> str:
-    """Return the documents of step N, or of steps A-B, the highest loss first; JSON: one a line.
+    """Return a text that lists the documents of `steps` ("N" or "A-B"), the highest loss first.
 
-    Raises ConfigurationError if the data of a step cannot be read.
+    as_json: one JSON object per line. with_loss: compute the losses, which needs a checkpoint.
+    Raises ConfigurationError if `steps` is not in the run or the data of a step cannot be read.
     """
     history, (begin, _, end) = read_run(run), steps.partition("-")
     first, last = (int(step) if step.isdecimal() else 0 for step in (begin, end or begin))
@@ -54,7 +56,7 @@ def show_step(run: Path, steps: str, as_json: bool, with_loss: bool) -> str:
         sources = sources_of(Path(dataset), [row["document"] for row in own])
         for row in own:
             row["source"] = sources.get(row["document"])
-    # NaN comes first, because min() with it returns the other argument; None comes last.
+    # NaN comes first, because min(infinity, NaN) returns infinity. None comes last.
     ranked.sort(key=lambda row: (row["loss"] is None, -min(math.inf, row["loss"] or 0.0)))
     head = printable(f"{run}, step {steps}: {len(parts):,} documents, {losses}")
     if as_json:
@@ -74,9 +76,10 @@ def _shown(row: dict[str, Any]) -> str:
 
 
 def documents_of_steps(history: History, steps: Iterable[int]) -> Iterator[Part]:
-    """Yield the documents of steps, with data and settings of the starts that trained them.
+    """Yield the document parts of `steps`, by data and settings of the start that trained a step.
 
-    Raises ConfigurationError if this data is gone or has changed.
+    A start is one execution of the script. Raises ConfigurationError if the data is gone or has
+    changed.
     """
     opened: dict[int, tuple[PackedDataset, GlobalBatchSampler, Any]] = {}
     for step in steps:
@@ -101,7 +104,10 @@ def documents_of_steps(history: History, steps: Iterable[int]) -> Iterator[Part]
 
 
 def _opened(history: History, start: int) -> tuple[PackedDataset, GlobalBatchSampler, Any]:
-    """Return the sequences, the order and the tokenizer of a start. Raises ConfigurationError."""
+    """Return dataset, batch sampler and tokenizer of the start with this index.
+
+    Raises ConfigurationError if the data has changed.
+    """
     entries = [one.entry for one in history.starts[: start + 1]]
     settings, entry = settings_in_force(history.path, entries), entries[-1] if entries else {}
     names = {each.name for each in dataclasses.fields(DataArguments)} & settings.keys()
@@ -125,7 +131,7 @@ def _opened(history: History, start: int) -> tuple[PackedDataset, GlobalBatchSam
 
 
 def sources_of(dataset: Path, documents: Iterable[int]) -> dict[int, str]:
-    """Return the file and line or row that each document was made from, where it is recorded."""
+    """Return {document: text with its source file and line or row} for documents with a record."""
     wanted = sorted(set(documents))
     sources: dict[int, str] = {}
     first = 0
@@ -148,7 +154,7 @@ def _printed(location: Location) -> str:
 
 
 def _add_losses(history: History, step: int, parts: Sequence[Part]) -> str:
-    """Set the loss of each document; return what the losses are, or why there are none."""
+    """Set the loss in each part's JSON line; return the checkpoint used, or why losses lack."""
     steps = [manifest.step for manifest in history.checkpoints if manifest.step < step]
     if not steps:
         return f"no losses: there is no checkpoint before step {step}"
@@ -167,7 +173,7 @@ def _add_losses(history: History, step: int, parts: Sequence[Part]) -> str:
 
 @torch.inference_mode()
 def _loss(model: Any, ids: np.ndarray, targets: np.ndarray) -> float | None:
-    """Return the mean loss of the trained tokens of a document, None without any."""
+    """Return a document's mean loss over the tokens that are `targets`; None without targets."""
     if not targets.any():
         return None
     tokens = torch.from_numpy(ids.astype(np.int64)).to(model.device)

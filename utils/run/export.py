@@ -1,7 +1,7 @@
-"""Export of the finished model for from_pretrained: weights of all ranks, adapters merged.
+"""Export of the finished model for from_pretrained, with LoRA adapters merged into the weights.
 
-PEFT's layers merge the LoRA adapters. To save memory, only one layer at a time holds tensors; the
-other layers are on the meta device.
+PEFT's layers merge the adapters. To save memory, only one layer at a time holds tensors. The other
+layers are on the meta device.
 """
 
 import copy
@@ -65,9 +65,10 @@ def merged_model(
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """Return the model without adapters, on the meta device, and its tensors with adapters merged.
 
-    `state` has all tensors by PEFT's names. Adapters are merged in float32 on the CPU, one module
-    after another. Tied tensors that differ after training are no longer tied. Weights in 4 bits are
-    dequantized before merging, because the adapters were trained with the dequantized values.
+    `state` has all tensors by PEFT's names. The result has type `dtype`. Adapters are merged in
+    float32 on the CPU, one module after another. Tied tensors that differ after training are no
+    longer tied. Weights in 4 bits are dequantized before merging, because the adapters were trained
+    with the dequantized values.
     """
     live: Any = model.get_base_model()
     config = copy.deepcopy(live.config)
@@ -110,7 +111,7 @@ def _outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _merged(module: Any, state: Mapping[str, Tensor]) -> nn.Module:
-    """Return a PEFT module with merged adapters. `state` has all tensors of that module."""
+    """Return the layer of a PEFT module, with adapters merged. state: all tensors of the module."""
     module = copy.deepcopy(module)  # else the meta module would keep the tensors
     floats = {
         # Copy the tensors, because PEFT merges in place.
@@ -145,7 +146,7 @@ def _untie(model: Any, state: dict[str, Tensor]) -> None:
 def _save(
     model: PreTrainedModel, state: dict[str, Tensor], directory: Path, dtype: torch.dtype
 ) -> None:
-    """Write configuration and tensors. Removes the tensors from `state` while writing."""
+    """Write configuration and weights as `dtype`. Written tensors are removed from `state`."""
     cast = _caster(model, dtype)
     for name in state:
         state[name] = cast(name, state[name])
@@ -173,8 +174,9 @@ def _caster(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor
 def _directory(directory: Path, trainer: Any) -> Iterator[Path]:
     """Yield a temporary directory to write into; then complete it and rename it to `directory`.
 
-    Adds the tokenizer and the model card, and sets the permissions of files. The tokenizer has the
-    chat template of training, without {% generation %}, which only training needs.
+    At the end, add the tokenizer and the model card, and set the permissions of files. The
+    tokenizer has the chat template of training, without {% generation %}, which only training
+    needs.
     """
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a run that ended during its export

@@ -1,4 +1,4 @@
-"""The callbacks of a run; its last evaluation, export and exit code."""
+"""The callbacks of a run, and its end: the last evaluation, the export and the exit code."""
 
 import gc
 import logging
@@ -52,7 +52,7 @@ SPENT = -1  # finish_run's result if max_gpu_hours ended the run; the process ex
 def run_callbacks(
     plan: RunPlan, data: RunData, launch: LaunchFacts, run: Run, checkpoints: Checkpoints
 ) -> Callbacks:
-    """Create the callbacks of a run; both scripts use this."""
+    """Return the callbacks of a run, for pretrain.py and sft_train.py."""
     settings, output_dir = plan.settings, checkpoints.output_dir
     options = settings.run
     inherited = early_stopping = average = profiler = None
@@ -105,10 +105,10 @@ def run_callbacks(
 
 
 def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
-    """Evaluate at the last step, write ``final/`` in `save_dtype`; return the exit code.
+    """Evaluate at the last step, write ``final/`` in `save_dtype`; return the exit code or SPENT.
 
     A stopped run writes no ``final/``, because the next start resumes the run. Raises
-    ConfigurationError before it writes ``final/`` if another job has locked the run directory.
+    ConfigurationError, before ``final/`` is written, if another job has locked the run directory.
     """
     state, output_dir = trainer.state, Path(str(trainer.args.output_dir))
     average = trainer.callbacks.average
@@ -157,10 +157,11 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
 
 
 def leave_run(settings: RunSettings, launch: LaunchFacts, code: int) -> int:
-    """Upload and benchmark ``final/`` if requested; release the run lock; return `code`.
+    """Upload and benchmark ``final/`` if requested; release the run lock; return the exit code.
 
-    Only rank 0 uploads and benchmarks, and a failure of either does not change the exit code. The
-    caller must have deleted the trainer before, because benchmarks need the memory.
+    code: the result of `finish_run`. Only rank 0 uploads and benchmarks, and a failure of either
+    does not change the exit code. The caller must delete the trainer before, because benchmarks
+    need the memory.
     """
     args, tasks = settings.training, settings.run.lm_eval_tasks
     output_dir, push = settings.output_dir, settings.values["push_to_hub"]
@@ -184,7 +185,7 @@ def leave_run(settings: RunSettings, launch: LaunchFacts, code: int) -> int:
 
 
 def run_or_warn(setting: str, module: ModuleType, argv: list[str]) -> None:
-    """Run a module of utils.publish; if this fails, log a warning with the command to type."""
+    """Run a module of utils.publish for a setting; if it fails, log the command to type."""
     try:
         module.main(argv)
     except ConfigurationError as error:

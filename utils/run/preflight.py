@@ -1,4 +1,4 @@
-"""Checks before training: ranks that agree; an output_dir that is shared, writable and large."""
+"""Checks before training: equal settings on all ranks; a shared, writable output_dir with space."""
 
 import logging
 import os
@@ -37,9 +37,9 @@ PROBE_BYTES = 2**14
 
 
 def check_same_start(settings: RunSettings, launch: LaunchFacts) -> None:
-    """Raise ConfigurationError if ranks differ in a value of CHOSEN or in the user's own code.
+    """Raise UnfitClusterError if ranks have different values of a setting in CHOSEN.
 
-    A different value is an UnfitClusterError. Collective.
+    Raise ConfigurationError if ranks have different files of --callbacks or --loss. Collective.
     """
     chosen = {name: (settings.values[name], settings.values.shown(name)) for name in CHOSEN}
     first, *others = gathered((chosen, settings.own_code.digests()))
@@ -89,7 +89,8 @@ def check_place(plan: RunPlan) -> str:
 
     A new run needs room for all checkpoints that exist at the same time, a resumed run for the next
     checkpoint. Space that `make_room` may free counts as free. Raises StorageError for too little
-    space or a directory that is not writable, ConfigurationError if ``output_dir`` is a file.
+    space or a directory that is not writable, ConfigurationError if ``output_dir`` is a file or
+    max_gpu_hours are used.
     """
     output_dir, keep = plan.settings.output_dir, plan.settings.training.save_total_limit
     if output_dir.exists() and not output_dir.is_dir():
@@ -150,7 +151,7 @@ def _not_writable(output_dir: Path, reason: str) -> StorageError:
 
 
 def known_files(output_dir: Path) -> bool:
-    """Return whether output_dir holds a run. Raise ConfigurationError if it holds other files."""
+    """Return whether output_dir holds a run; ConfigurationError if it only has other files."""
     # Do not follow links, because another user may have made this directory. Do not raise for a
     # damaged file of a run, because the start restores it.
     for path in (output_dir / name for name in (CONFIG, PROVENANCE, FILE_NAME, FOLDER)):

@@ -1,8 +1,9 @@
-"""provenance.json: what each start of a run did, and which settings changed since the last start.
+"""provenance.json: a record of each start of a run, with the settings that it changed.
 
-config.yaml stays as the first start wrote it. For each start, the list `starts` in provenance.json
-has the settings that this start changed and digests of its inputs. An accepted change applies to
-all later starts. A change of a setting in IDENTITY needs --accept_changes.
+A start is one execution of the script, and a resume is another start. config.yaml stays as the
+first start wrote it. For each start, the list `starts` in provenance.json has the settings that
+this start changed and digests of its inputs. An accepted change applies to all later starts. A
+change of a setting in IDENTITY needs --accept_changes.
 """
 
 import datetime
@@ -107,9 +108,9 @@ IDENTITY = frozenset({
     "bnb_4bit_quant_type", "use_bnb_nested_quant", "loss",
     "ddp_comm_hook",
 })  # fmt: skip
-# Settings that cannot change when a run resumes, even with --accept_changes, and why: "its
-# checkpoints ...". torch restores the optimizer's param_groups, so a new learning rate has no
-# effect.
+# Settings that cannot change when a run resumes, even with --accept_changes, and the reason, which
+# continues the words "its checkpoints". torch restores the optimizer's param_groups, so a new
+# learning rate has no effect.
 IN_THE_CHECKPOINT = {
     name: why
     for why, names in {
@@ -137,7 +138,7 @@ OF_THIS_START = frozenset({"accept_changes", "assume", "dry_run", "init_optimize
 SEVERAL = 2  # with more changes than this, the user probably wants a new run
 # Increase these when a new version of Stoker changes the last bits of some runs.
 NUMERICS = 4
-NUMERICS_OF_FSDP2 = 5  # it adds each micro-batch's gradients over the ranks, not those of a step
+NUMERICS_OF_FSDP2 = 5  # FSDP2 sums gradients over the ranks per micro-batch, not per step
 # The defaults of these settings depend on the machine and launch, so a dry run ignores changes.
 LEFT_OPEN = (
     "bf16", "fp16", "use_cpu", "global_batch_size", "per_device_train_batch_size",
@@ -156,8 +157,9 @@ class Snapshot(NamedTuple):
 class Change:
     """A changed setting, or changed contents of a file that a setting names.
 
-    name: the setting. what: how the log names the change. dangerous: the change needs
-    `--accept_changes NAME`. impossible: why the change is refused even with this flag, or "".
+    name: the setting. what: the name of the change in the log. note: a remark for the log.
+    dangerous: whether the change needs `--accept_changes NAME`. impossible: why the change is
+    refused even with this flag, or "".
     """
 
     name: str
@@ -173,7 +175,7 @@ class Change:
         return f"  {self.what}: {shown(self.old)} -> {shown(self.new)}{note}"
 
     def problem(self, output_dir: Path) -> str:
-        """Return why the run does not resume with this change, and what to type."""
+        """Return the error text: why the run does not resume with this change, and what to type."""
         changed = f"its {self.what} is {shown(self.old)}, now it is {shown(self.new)}"
         if self.impossible:
             return (
@@ -188,7 +190,7 @@ class Change:
 
 
 def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
-    """Return digests of the data, tokenizer and model, for provenance.json; only on rank 0."""
+    """Return digests of a start's inputs, and versions, for provenance.json; only on rank 0."""
     launch = settings.values.environment
     by_fsdp2 = is_true("ACCELERATE_USE_FSDP", launch) and launch.get("FSDP_VERSION") == "2"
     left_out: dict[str, str | int] = {}
@@ -211,8 +213,9 @@ def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
 def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return {setting: digests of the input that the setting names} for one start of a run.
 
-    An input without a known digest has {}. The digests of the model's configuration are always at
-    model_config, and those of its weights at model_name_or_path, whichever setting names the model.
+    facts: the result of `identity_facts`, or a start in provenance.json. An input without a known
+    digest has {}. Whichever setting names the model, the digests of its configuration are at
+    model_config, and the digests of its weights at model_name_or_path.
     """
     data, weights = facts.get("data") or {}, facts.get("base_weights") or {}
     variables = " ".join(map(without_indices, facts.get("environment") or ()))
@@ -225,7 +228,7 @@ def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         "eval_data": {split: data[split] for split in data if split != "train"},
         "versions": facts.get("versions") or {},
         "environment": {"variables": variables},
-        # A change is accepted by the name of a setting. Sums have no setting: take the seed's name.
+        # A change is accepted by a setting's name. No setting orders the sums, so take the seed.
         "seed": {"version of the sums (their last bits)": facts.get("numerics", 1)},
         **{"callbacks": {}, "loss": {}, **facts.get("own_code", {})},
     }
@@ -240,12 +243,12 @@ def accepted_changes(
     *,
     resumes: bool = False,
 ) -> dict[str, Any]:
-    """Log the changes since the last start; return values of the start for provenance.json.
+    """Log what changed since the last start; return the changes for provenance.json ({}: none).
 
-    `facts` has the result of `identity_facts` and the script. `derived`: the plan's values of
-    settings that may be null. `resumes`: this start resumes from a checkpoint of another directory.
-    Raises ConfigurationError for a change that the checkpoints do not allow, and for a dangerous
-    one that is not in --accept_changes.
+    `facts` has the result of `identity_facts` and the script. `derived`: values that the plan chose
+    for settings that may be null. `resumes`: this start resumes from a checkpoint of another
+    directory. Raises ConfigurationError for a change that the checkpoints do not allow, and for a
+    dangerous change that is not in --accept_changes.
     """
     starts = RunRecord(output_dir).starts
     if not starts:
@@ -278,7 +281,7 @@ def accepted_changes(
     ]
     if len(problems) > SEVERAL:
         problems.insert(0, f"{output_dir} holds another run: for a new run add --output_dir NAME.")
-    if problems and settings.run.assume:  # it asks for sizes, and may change what it likes
+    if problems and settings.run.assume:  # --assume only predicts, so any change is allowed
         logger.warning("a start would be refused: %s", "\n".join(problems))
     elif problems:
         raise ConfigurationError(problems)
@@ -290,7 +293,7 @@ def accepted_changes(
 
 
 def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Change]:
-    """Yield each change between two starts. `resumes`: the new start loads a checkpoint."""
+    """Yield the changes between two starts. resumes: whether the new start loads a checkpoint."""
     dangerous = set()
     for name, new in now.settings.items():
         old, note, impossible = before.settings.get(name, new), "", ""
@@ -320,7 +323,7 @@ def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Chang
 
 
 def _other_shape(*contents: Mapping[str, Any]) -> str:
-    """Return a text on a tensor whose shape differs between two model configurations, or ""."""
+    """Return a text on the first tensor whose shape differs between two configurations, or ""."""
     if not all(contents) or contents[0] == contents[1]:
         return ""
     shapes = []

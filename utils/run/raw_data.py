@@ -1,4 +1,4 @@
-"""Raw training data: prepared once, in OUTPUT_DIR/data, with the checks of prepare_data.py."""
+"""Tokenization of raw training data by a run, once, in OUTPUT_DIR/data, as by prepare_data.py."""
 
 import logging
 import os
@@ -23,12 +23,12 @@ LONGEST_PREPARATION_S = 24 * 3600
 
 
 def prepare_raw_data(settings: RunSettings) -> None:
-    """Prepare the raw files of train_data and eval_data, unless that is done; all ranks call this.
+    """Tokenize the raw files of train_data and eval_data if this is not done; all ranks call this.
 
-    Separate processes tokenize: their memory is free before training. The other ranks wait over
-    gloo, which has a limit of a day. A dry run checks the files, and ends with Answer if they are
-    not prepared. Raises ConfigurationError for more than LARGEST_BYTES, in a job, and for files
-    that changed after the run began.
+    Separate processes tokenize, so their memory is free before training. The other ranks wait over
+    gloo, at most a day. A dry run only checks the files; if they are not tokenized, it raises
+    Answer with the command to do so. Raises ConfigurationError for more than LARGEST_BYTES, in a
+    Slurm job, and if the files have changed since the run began.
     """
     if (raw := settings.raw) is None:
         return

@@ -1,9 +1,10 @@
 """Copies of the token datasets on each node's own disk (setting `stage_data`).
 
-    FOLDER/stoker-data-UID/NAME        a copy; digests.json, written last, has those of its files
+    FOLDER/stoker-data-UID/NAME        a copy; its digests.json, written last, has all digests
     FOLDER/stoker-data-UID/NAME.lock   locked by the job that copies, shared by the runs that read
 
-NAME is a digest of the originals' paths, sizes and times. Without a copy, a run reads them.
+NAME is a digest of the original files' paths, sizes and times. If no copy can be made, a run reads
+the original files.
 """
 
 import contextlib
@@ -42,13 +43,16 @@ AT_ONCE, CHUNK_BYTES, TRIES = 8, 2**23, 5
 
 
 def stage_data(settings: RunSettings, launch: LaunchFacts) -> RunSettings:
-    """Let each node's first rank copy the datasets; return settings with `staged`. Collective."""
+    """Let each node's first rank copy the datasets; return settings that name the copies.
+
+    Collective over ranks.
+    """
     if not settings.run.stage_data or settings.run.dry_run:
         return settings
     first = launch.hosts.index(launch.hosts[launch.rank])
     group = cpu_group(LONGEST_PREPARATION_S)
     own = on_every_rank(lambda: _stage(settings) if launch.rank == first else {}, group)[first]
-    # A node may have copied a dataset before it changed, and another node after that.
+    # A dataset may have changed between the copies of two nodes.
     checks = launch.rank == first and len({*launch.hosts}) > 1
     changed = on_every_rank(lambda: _changed(own) if checks else [], group)
     if group is not None:
@@ -58,7 +62,7 @@ def stage_data(settings: RunSettings, launch: LaunchFacts) -> RunSettings:
 
 
 def _stage(settings: RunSettings) -> dict[tuple[str, str], tuple[Path, Path]]:
-    """Return (folder, copy) by directory and name of each split; warn of splits without a copy."""
+    """Return {(directory, split): (original, copy)}; warn of splits that cannot be copied."""
     data, wanted, copies = settings.data, settings.run.stage_data, {}
     splits = [(directory, "train") for directory in train_sources(data.train_data)]
     splits += [(directory, name) for name, directory in eval_splits(data.eval_data).items()]
@@ -71,7 +75,7 @@ def _stage(settings: RunSettings) -> dict[tuple[str, str], tuple[Path, Path]]:
 
 
 def _changed(copies: dict[tuple[str, str], tuple[Path, Path]]) -> list[tuple[str, str]]:
-    """Return the splits whose originals are no longer those of their copies; warn of them."""
+    """Return the keys of copies whose original files have changed since; warn of each."""
     changed = list[tuple[str, str]]()
     for split, (original, copy) in copies.items():
         try:
@@ -85,7 +89,11 @@ def _changed(copies: dict[tuple[str, str], tuple[Path, Path]]) -> list[tuple[str
 
 
 def _folder(wanted: bool | str) -> Path:
-    """Return this user's folder for copies; make it if needed. Raises OSError."""
+    """Return this user's folder for copies, which is made if needed.
+
+    wanted: the setting `stage_data`, True or a folder. Raises OSError if no folder on a disk of
+    this node is found, or if other users can write there.
+    """
     chosen = wanted if isinstance(wanted, str) else os.environ.get("STOKER_STAGE_DIR")
     job = os.environ.get(NODE_DIR)  # the launcher makes it in SLURM_TMPDIR, TMPDIR or /tmp
     own = str(Path(job).parent) if job else os.environ.get("TMPDIR", "/tmp")  # noqa: S108
@@ -109,12 +117,15 @@ def _file_system(path: Path) -> str:
     """Return the type of the file system that has `path`, such as ext4, or ""."""
     there, mounts = path.resolve(), psutil.disk_partitions(all=True)
     above = [mount for mount in mounts if there.is_relative_to(mount.mountpoint)]
-    # If several are at one path, the last one covers the others.
+    # If several file systems are mounted at one path, only the last is visible.
     return max(reversed(above), key=lambda mount: len(mount.mountpoint)).fstype if above else ""
 
 
 def _files(original: Path) -> list[Path]:
-    """Return the files of a split, without cached results of `datasets`. Raises OSError."""
+    """Return the files of a split, without cache files of the library `datasets`.
+
+    Raises OSError if Arrow files of the split are in other folders.
+    """
     named = [file for file in original.glob("[!.]*") if not file.name.startswith("cache-")]
     files = sorted(file for file in named if file.is_file())
     if not {*data_files(original)} <= {*files}:
@@ -127,7 +138,10 @@ def _name(states: list[tuple[str, int, int]]) -> str:
 
 
 def _copy_of(original: Path, folder: Path) -> tuple[Path, Path]:
-    """Return a split and its copy, locked until the process ends, or raise OSError."""
+    """Return (original, copy), with the copy locked until the process ends; copy if needed.
+
+    Raises OSError if the copy cannot be made.
+    """
     files = _files(original)
     states = file_states(files)
     copy = folder / _name(states)
@@ -151,7 +165,7 @@ def _copy_of(original: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def _make(copy: Path, files: list[Path], states: list[tuple[str, int, int]]) -> None:
-    """Copy files and write their digests. Raises OSError."""
+    """Copy `files` (in `states`) to the new folder `copy`; write digests.json. Raises OSError."""
     if copy.exists():
         logger.warning("stage_data: %s is damaged or cut short: it is made again", copy)
         shutil.rmtree(copy)
@@ -190,14 +204,14 @@ def _make_room(folder: Path, size: int) -> None:
 
 
 def _free_bytes(folder: Path) -> int:
-    """Return the bytes that copies may take: 95 % of a disk, half of a job's free memory."""
+    """Return the bytes free for copies: a disk keeps 5 % free, tmpfs half of the free memory."""
     disk = shutil.disk_usage(folder)
     free = max(disk.free - disk.total // 20, 0)
     return min(free, memory_room_bytes() // 2) if _file_system(folder) == "tmpfs" else free
 
 
 def _is_whole(copy: Path, files: list[Path]) -> bool:
-    """Return whether a copy has the contents that were read from these files."""
+    """Return whether the copies of `files` in the folder `copy` have the digests written there."""
     try:
         expected = json.loads((copy / DIGESTS).read_text(encoding="utf-8"))
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -207,7 +221,7 @@ def _is_whole(copy: Path, files: list[Path]) -> bool:
 
 
 def _digest(source: Path, target: Path = Path(os.devnull)) -> str:
-    """Write a file's content to `target`; return the digest of the content."""
+    """Read a file and write its content to `target`; return the content's BLAKE2b digest in hex."""
     digest = hashlib.blake2b()
     with source.open("rb") as read, target.open("wb") as written:
         while chunk := read.read(CHUNK_BYTES):

@@ -1,7 +1,7 @@
 """The start of a run: set up the process, lock output_dir, find the checkpoint to resume from.
 
-A dry run makes the same checks of output_dir and writes nothing. It does not check other nodes,
-and it does not read the tensors of a checkpoint.
+A dry run checks output_dir in the same way and writes nothing. A dry run does not check other nodes
+and does not read the tensors of a checkpoint.
 """
 
 import copy
@@ -82,10 +82,11 @@ WEIGHT_FILES = (
 
 @dataclass(frozen=True)
 class Run:
-    """The run in output_dir, new or resumed. `finished`: no step is left and final/ exists.
+    """The run in output_dir: new, or to be resumed from the checkpoint `resume_from`.
 
-    `facts`: values for provenance.json: script, digests of inputs, changed settings.
-    `weights_from`: the weights directory of --init_from; None if this start does not load it.
+    finished: no step is left and final/ exists. facts: values for provenance.json: script, digests
+    of inputs, changed settings. weights_from: the weights directory of --init_from; None if this
+    directory is not loaded now.
     """
 
     run_id: str
@@ -96,10 +97,10 @@ class Run:
 
 
 def start_process(settings: RunSettings) -> LaunchFacts:
-    """Set up logging, tokens, signals and safe unpickling; return how the processes were launched.
+    """Set up logging, access tokens, signals and safe unpickling; return facts of the launch.
 
-    In a dry run, the result is taken from WORLD_SIZE and accelerate's environment variables. Raises
-    ConfigurationError, for example if the processes are not connected.
+    In a dry run, these facts are taken from WORLD_SIZE and accelerate's environment variables.
+    Raises ConfigurationError, for example if the processes are not connected.
     """
     configure_logging(debug=settings.values["log_level"] in ("debug", "detail"))
     for note in settings.values.notes:
@@ -112,7 +113,8 @@ def start_process(settings: RunSettings) -> LaunchFacts:
         for name in ("NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG"):
             os.environ.setdefault(name, "INFO")
     launch = _planned_launch(settings) if settings.run.dry_run else _launch(settings)
-    if on_rank_0(lambda: _settle_hub(settings)):  # ranks that differ would load other commits
+    # Rank 0 decides, because online and offline ranks could load different commits.
+    if on_rank_0(lambda: _settle_hub(settings)):
         stay_offline()
     report_strategy(settings, launch)
     if launch.device == "cpu" and not on_a_login_node(settings, launch):
@@ -129,7 +131,7 @@ def _settle_hub(settings: RunSettings) -> bool:
 
 
 def _launch(settings: RunSettings) -> LaunchFacts:
-    """Check the launch; on rank 0 copy the checkpoint of --resume_from_checkpoint to output_dir."""
+    """Check and return the launch; rank 0 copies the checkpoint of --resume_from_checkpoint."""
     install_stop_signals()
     os.environ |= group_sizes(settings.values.environment)  # accelerate reads them
     launch = check_launch()
@@ -152,7 +154,7 @@ def _launch(settings: RunSettings) -> LaunchFacts:
 
 
 def _planned_launch(settings: RunSettings) -> LaunchFacts:
-    """Return the LaunchFacts that a dry run assumes, from WORLD_SIZE and accelerate's variables."""
+    """Return the launch that a dry run assumes by WORLD_SIZE and accelerate's variables."""
     world_size = settings.values.world_size
     # Without check_available a CUDA build of torch names CUDA even on a node without a GPU.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -182,12 +184,12 @@ def report_strategy(settings: RunSettings, launch: LaunchFacts) -> None:
 
 
 def start_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> tuple[Run, Checkpoints]:
-    """Lock `--output_dir`, find the checkpoint to resume from, and write provenance.json.
+    """Lock `--output_dir`, write provenance.json, and return the run with its checkpoint store.
 
-    An empty or missing directory gets a new run. If the directory holds a run with these settings,
-    that run resumes from the newest undamaged checkpoint. Also writes config.yaml at the first
-    start. Rank 0 decides for all ranks. Raises ConfigurationError if the directory holds another
-    run or other files; also StorageError and NoProgressError.
+    An empty or missing directory gets a new run and config.yaml. If the directory holds a run with
+    these settings, this run resumes from the newest undamaged checkpoint. Rank 0 decides for all
+    ranks. Raises ConfigurationError if the directory holds another run or other files, StorageError
+    for too little space or damaged checkpoints, and NoProgressError (see `check_progress`).
     """
     settings = plan.settings
     check_storage(plan, launch)
@@ -223,7 +225,7 @@ def start_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> tuple[Run, C
 
 
 def _claim(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
-    """Lock output_dir, find its run, write config.yaml and provenance.json; only on rank 0."""
+    """Lock output_dir, write config.yaml and provenance.json, return the run; only on rank 0."""
     settings, output_dir = plan.settings, plan.settings.output_dir
     known_files(output_dir)  # raises before anything is written among other files
     take_run_lock(output_dir)
@@ -263,7 +265,7 @@ def _claim(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
 
 
 def check_start(plan: RunPlan, data: RunData, config: PreTrainedConfig, launch: LaunchFacts) -> int:
-    """Check output_dir and weights for a dry run. Return 0, or raise the error of a real start."""
+    """Check output_dir and weights in a dry run. Return exit code 0, or raise as a start would."""
     settings, output_dir = plan.settings, plan.settings.output_dir
     try:
         check_place(plan)
@@ -291,7 +293,11 @@ def check_start(plan: RunPlan, data: RunData, config: PreTrainedConfig, launch: 
 
 
 def find_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
-    """Return the run in output_dir, or a new one; only on rank 0. Raises ConfigurationError."""
+    """Return the run in output_dir, or a new run. Only rank 0 calls this.
+
+    Raises ConfigurationError if the run cannot resume with these settings or output_dir has other
+    files, StorageError if all checkpoints are damaged.
+    """
     settings, output_dir = plan.settings, plan.settings.output_dir
     dry_run = settings.run.dry_run
     known = known_files(output_dir)
@@ -332,8 +338,8 @@ def check_progress(
     """Raise NoProgressError if three earlier starts of a requeued job resumed at the same step.
 
     `starts` is the list in provenance.json. `job` is the result of `slurm_job`. A job that was not
-    requeued passes. Restarts inside the job pass and do not count: after two starts at the same
-    step the job is requeued.
+    requeued passes. Restarts inside a job pass and are not counted, because the job script itself
+    requeues the job after two of them at the same step.
     """
     if job is None or int(job["restart_count"] or 0) == 0 or int(job.get("restart_in_job") or 0):
         return

@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_trackers(settings: RunSettings, name: str | None, run_id: str, step: int) -> None:
-    """Make the trackers of `report_to` write into output_dir; all starts share one tracker run.
+    """Make the trackers of `report_to` write into output_dir; a resume continues the tracker's run.
 
-    Sets environment variables, except those that the user has set, and calls `wandb.init`. Rank 0
-    calls this before the Trainer is made. `name` is the run's name in wandb. `step` is the step
-    from which this start resumes.
+    Sets environment variables that the user has not set, and calls `wandb.init`. Rank 0 calls this
+    before the Trainer is made. name: the run's name in wandb. step: the step of the checkpoint to
+    resume from, or 0.
     """
     place, default = settings.output_dir.absolute(), os.environ.setdefault
     reporters = set(settings.training.report_to or ())
@@ -31,7 +31,7 @@ def prepare_trackers(settings: RunSettings, name: str | None, run_id: str, step:
         if Path(folder).is_dir():
             from torch.utils.tensorboard import SummaryWriter
 
-            SummaryWriter(folder, purge_step=step + 1).close()  # hides steps that will be repeated
+            SummaryWriter(folder, purge_step=step + 1).close()  # hides steps that are repeated now
     if "mlflow" in reporters:
         import mlflow
 
@@ -54,7 +54,7 @@ def prepare_trackers(settings: RunSettings, name: str | None, run_id: str, step:
 
 
 def prepare_wandb(output_dir: Path, run_id: str) -> None:
-    """Set wandb's environment variables, for offline mode if there is no key or no connection."""
+    """Set wandb's environment variables. Without a key or a connection, choose offline mode."""
     ours = {
         "PROJECT": "stoker", "DIR": str(output_dir), "RUN_ID": run_id, "RESUME": "allow",
         "NAME": output_dir.absolute().name, "QUIET": "true",
@@ -78,7 +78,7 @@ def prepare_wandb(output_dir: Path, run_id: str) -> None:
 def end_wandb(report: Path, stopped: bool) -> None:
     """Store report.html in wandb as a panel and an artifact; mark a stopped run as preempted.
 
-    Otherwise wandb would show a stopped run as failed, because the exit code is not 0.
+    Without the mark, wandb would show a stopped run as failed, because the exit code is not 0.
     """
     run = getattr(sys.modules.get("wandb"), "run", None)
     if run is not None and report.is_file():
@@ -90,7 +90,7 @@ def end_wandb(report: Path, stopped: bool) -> None:
 
 
 def _offline_reason() -> str | None:
-    """Return why wandb cannot go online, or None if it can.
+    """Return a text on why wandb cannot go online, or None if wandb can.
 
     Without this check a node without internet waits 90 seconds and then fails in `wandb.init`.
     """
