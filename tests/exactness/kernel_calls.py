@@ -38,7 +38,10 @@ CALLS = (
 )
 RECORDING = ("-e", f"trace={CALLS}")
 # The parts of temporary files' names that differ from start to start.
-_CHANGING = re.compile(r"(?<=\.tmp)\w{6}|(?<=\.json\.|\.yaml\.|\.html\.)[\w.-]+(?=\.tmp)")
+_CHANGING = re.compile(
+    r"(?<=\.tmp)\w{6}|(?<=\.json\.|\.yaml\.|\.html\.)[\w.-]+(?=\.tmp)"
+    r"|(?:(?<=\.arrow\.)|(?<=\.tokenizer\.))[\w.-]+(?=\.partial)"
+)
 KILL = "KILL"
 PID = "{pid}"  # in strace's flags: the id of the traced process
 _LINE = re.compile(r"(?:(\d+) +)?(\w+)\((.*)")

@@ -24,6 +24,7 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.logging import disable_progress_bar
 
+import prepare_data
 import pretrain
 import utils.checkpoints.files
 import utils.run.preflight
@@ -31,6 +32,7 @@ from utils.checkpoints import discovery as rotation
 from utils.checkpoints import store
 from utils.host import atomic_files, run_lock
 from utils.launch.script import run_script
+from utils.prepare import work_plan
 
 HOST_WATCH_S = 3.0  # thirty heartbeats, because one may wait for a core
 
@@ -158,4 +160,10 @@ def stock(argv: list[str], options: dict) -> int:
     return 0
 
 
-PROGRAMS = {"stoker": stoker, "stock": stock}
+def prepare(argv: list[str], _options: dict) -> int:
+    """Run prepare_data.py in one process, with work units of few documents."""
+    work_plan.SMALLEST_UNIT_BYTES = 2000
+    return run_script(lambda: prepare_data.main(argv))
+
+
+PROGRAMS = {"stoker": stoker, "stock": stock, "prepare": prepare}

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 WORKSPACE = ".shards"
 _OWN_FILES = re.compile(
     r"\w+/(data-[\w-]+\.arrow|(stoker|state|dataset_info)\.json)|tokenizer/.*|\.shards.*"
-    r"|.*\.partial(/.*)?|\.append.*"
+    r"|.*\.partial(/.*)?|\w+/\..*\.json\..*\.tmp|\.append.*"
 )
 SETTINGS = "settings.json"
 EXAMPLES_KEPT = 10
