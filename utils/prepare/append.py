@@ -61,17 +61,16 @@ def append(arguments: PreparationArguments) -> None:
     given = replace(arguments, output_dir=str(addition), append=False, **_HELD_OUT)
     planned = begin_preparation(given)
     workspace = planned.workspace
-    if not _has_appended(described, workspace.digest):
-        problems = _problems(planned, described)
-        if problems:
-            raise ConfigurationError([f"{train}: {problem}" for problem in problems])
     with _sole_append(addition, workspace.digest, shared=given.shard is not None):
-        # Read again: another process may have finished this append in the meantime.
+        # Read again: another append may have ended in the meantime.
         described = read_description(train) or described
         if _has_appended(described, workspace.digest):
             _finish(train, addition, described)
             logger.info("%s: these sources are appended already", from_here(train))
-        elif workspace.is_prepared() or finish_preparation(planned):
+            return
+        if problems := _problems(planned, described):
+            raise ConfigurationError([f"{train}: {problem}" for problem in problems])
+        if workspace.is_prepared() or finish_preparation(planned):
             _join(train, addition)
 
 
@@ -89,13 +88,17 @@ def _problems(planned: Preparation, described: Description) -> list[str]:
     problems, plan = [], planned.plan
     if described.tokenizer.get("sha256") != planned.tokenizer_sha256:
         problems.append(
-            f"was made with another tokenizer than {planned.tokenizer.name_or_path}: leave "
-            "--tokenizer_name_or_path out, and the dataset's own counts."
+            f"was made with another tokenizer than {planned.tokenizer.name_or_path}: leave out "
+            "--tokenizer_name_or_path and --add_tokens, and the dataset's own counts."
         )
     template = planned.template_sha256 if plan.needs_chat_template else None
     if described.chat_template_sha256 != template:
         problems.append("has chats of another template, or none: prepare these sources apart.")
-    kind = described.preparation.get("settings", {}).get("document_format")
+    settings = described.preparation.get("settings", {})
+    first, now = settings.get("sequence_length"), plan.settings.sequence_length
+    if first != now:
+        logger.warning("sequence_length: %s for the first documents, %s for these", first, now)
+    kind = settings.get("document_format")
     if kind != plan.settings.document_format:
         problems.append(
             f"holds documents of the kind {kind}, and these are {plan.settings.document_format}: "
@@ -108,6 +111,12 @@ def _problems(planned: Preparation, described: Description) -> list[str]:
             "an older Stoker prepared this dataset: sources that it holds already are not noticed"
         )
     files = [file.name for file in plan.sources[TRAIN] if file.digest() in known]
+    named = {name for each in sources for name in each.get("first_files", ())}
+    if grown := [each.name for each in plan.sources[TRAIN] if each.name in named - {*files}]:
+        logger.warning(
+            "%s had other contents when it was prepared before: rows that it still has come into "
+            "train twice. Give new rows in a file of their own.", ", ".join(grown[:5]),
+        )  # fmt: skip
     if files:
         problems.append(f"holds {', '.join(files[:5])} already: leave that out of the sources.")
     return problems
@@ -130,6 +139,10 @@ def _sole_append(addition: Path, digest: str, *, shared: bool) -> Iterator[None]
                 raise ConfigurationError(
                     f"{addition}: another process is appending: wait for its end."
                 ) from None
+        if not (addition.exists() and os.path.samestat(os.fstat(lock), addition.stat())):
+            raise ConfigurationError(
+                f"{addition}: another append has just ended: repeat the command."
+            )
         begun, other = addition / WORKSPACE, None
         if any(begun.glob("unit-*.json")):  # finished work units
             other = read_object(begun / SETTINGS).get("digest")
@@ -142,6 +155,8 @@ def _sole_append(addition: Path, digest: str, *, shared: bool) -> Iterator[None]
             )
         yield
     finally:
+        with suppress(OSError):  # it holds work, or is gone
+            addition.rmdir()
         os.close(lock)
 
 

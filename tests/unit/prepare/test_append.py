@@ -18,6 +18,7 @@ from utils.config.preparation import (
 )
 from utils.data.token_dataset import open_token_dataset
 from utils.prepare.append import APPEND, append
+from utils.prepare.pipeline import begin_preparation
 
 
 @pytest.fixture
@@ -146,6 +147,50 @@ def test_a_source_that_had_a_bad_row_joins_once_it_is_repaired(grown, tmp_path):
     samples.write_jsonl(bad, [{"text": "a b"}, {"text": "b a b"}])
     append(of_bad)
     assert len(open_token_dataset(out)) == rows + 2
+
+
+def test_what_another_append_added_in_the_meantime_is_found(grown, tmp_path, monkeypatch):
+    """The other append ends after this one has planned its work."""
+    out, given = grown
+    third = samples.text_source(tmp_path / "third.jsonl", 30, seed=9)
+    both = PreparationArguments(**vars(given) | {"sources": [*given.sources, str(third)]})
+    begin = begin_preparation
+
+    def append_another(arguments):
+        monkeypatch.undo()
+        planned = begin(arguments)
+        append(given)
+        return planned
+
+    monkeypatch.setattr("utils.prepare.append.begin_preparation", append_another)
+    with pytest.raises(ConfigurationError, match=r"holds \S+more\.jsonl already"):
+        append(both)
+    # ... or while this one waits for the folder.
+    real_open = os.open
+
+    def open_and_append(*args):
+        monkeypatch.undo()
+        lock = real_open(*args)
+        append(PreparationArguments(**vars(given) | {"sources": [str(third)]}))
+        return lock
+
+    monkeypatch.setattr("utils.prepare.append.os.open", open_and_append)
+    fourth = samples.text_source(tmp_path / "fourth.jsonl", 30, seed=11)
+    of_fourth = PreparationArguments(**vars(given) | {"sources": [str(fourth)]})
+    with pytest.raises(ConfigurationError, match="another append has just ended: repeat"):
+        append(of_fourth)
+    assert not (out / APPEND).exists()
+    append(of_fourth)
+
+
+def test_other_lengths_and_a_source_that_grew_are_warnings(grown, tmp_path, caplog):
+    _, given = grown
+    append(given)
+    assert not [line for line in caplog.messages if "contents" in line or "length" in line]
+    samples.text_source(tmp_path / "more.jsonl", 130, seed=7)  # the same rows and ten new ones
+    append(PreparationArguments(**vars(given) | {"sequence_length": 2048}))
+    assert "more.jsonl had other contents when it was prepared before: rows that" in caplog.text
+    assert "sequence_length: None for the first documents, 2048 for these" in caplog.text
 
 
 class Killed(BaseException):
