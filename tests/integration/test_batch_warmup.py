@@ -2,6 +2,7 @@
 
 import json
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -51,6 +52,46 @@ def test_ranks_and_resumes_train_as_one_uninterrupted_process(
     cut = tiny.copied(whole, tmp_path / "cut", step=3)
     run_processes("fsdp2", "pretrain.py", pretraining(cut, **settings)).succeeded()
     tiny.assert_same_run(cut, whole)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_keeps_its_sizes_and_says_which_samples_others_leave_out(
+    pretraining, pretrained, tmp_path, capfd
+):
+    settings = {"save_steps": 1, "save_total_limit": "null", "per_device_train_batch_size": 1}
+
+    def resumed(name: str, whole: Path, sizes: object, *accepted: str) -> tuple[Path, str]:
+        cut = whole.with_name(name)
+        if not cut.exists():
+            tiny.copied(whole, cut, step=3)
+        argv = pretraining(cut, **settings, global_batch_size=sizes)
+        pretrain.main([*argv, *(["--accept_changes", *accepted] if accepted else [])])
+        return cut, "".join(capfd.readouterr())
+
+    growing = pretrained(tmp_path / "growing", **settings | GROWING)
+    capfd.readouterr()
+    cut, shown = resumed("same", growing, None)
+    assert "batch_warmup" in shown
+    assert "as the run in" in shown
+    tiny.assert_same_run(cut, growing)
+    _, shown = resumed("later", growing, '{"0": 2, "2": 4, "5": 8}', "batch_warmup")
+    assert "samples. With" not in shown, "steps that are still to come"
+    with pytest.raises(ConfigurationError, match="--accept_changes batch_warmup"):
+        resumed("earlier", growing, '{"0": 2, "1": 4, "4": 8}')
+    said = "batch: checkpoint-3 comes after 8 samples, and with these sizes of the global batch 10:"
+    assert f"{said} the run leaves out 2 samples. With" in capfd.readouterr().out
+    plain = pretrained(tmp_path / "plain", **settings, global_batch_size=4)
+    capfd.readouterr()
+    _, shown = resumed("larger", plain, 8, "global_batch_size")
+    assert "leaves out 12 samples" in shown
+    assert "goes on where it was: global_batch_size: {0: ..., 3: 8}" in shown
+    accepted = ["global_batch_size", "batch_warmup"]
+    cut, shown = resumed("goes_on", plain, '{"0": 4, "3": 8}', *accepted)
+    assert "samples. With" not in shown
+    manifest = json.loads((cut / "checkpoint-6" / "manifest.json").read_text())
+    assert manifest["checkpoint"]["samples"] == 3 * 4 + 3 * 8
+    _, shown = resumed("smaller", plain, 2, "global_batch_size")
+    assert "repeats 6 samples" in shown
 
 
 @pytest.mark.parametrize(("shards", "copies"), [(False, False), (True, False), (True, True)])

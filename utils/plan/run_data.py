@@ -135,6 +135,8 @@ def _sizes_of_the_run(settings: RunSettings) -> dict[str, tuple[Any, str]]:
     why = f"as the run in {record.directory} began"
     accepted = settings.run.accept_changes
     ours = [name for name in _open_sizes(settings, SIZES) if name not in accepted]
+    if "global_batch_size" in ours and "batch_warmup" not in accepted:
+        ours.append("batch_warmup")
     return {
         name: (before[name], why) for name in ours if before.get(name) not in (None, values[name])
     }

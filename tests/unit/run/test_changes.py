@@ -136,6 +136,34 @@ def test_what_the_optimizer_brings_along_cannot_be_accepted(name, value, runs, c
         runs.start(**{name: value}, optim="adamw_torch")  # the same optimizer, not fused
 
 
+def test_fp8_is_switched_by_name_and_muon_never(tmp_path):
+    run = Runs(tmp_path, parse_pretraining)
+    first = {"bf16": "true", "use_cpu": "true"}
+    run.start(**first)
+    run.has_checkpoint()
+    for name, text, before in (
+        ("fp8", "true", "false"),
+        ("fp8", "tensorwise", "false"),
+        ("ddp_comm_hook", "bf16", "null"),
+    ):
+        (problem,) = refused(run, **first, **{name: text})
+        assert f"its {name} is {before}, now it is " in problem
+        assert f"accept the new one (--accept_changes {name})" in problem
+        record = run.start(**first, **{name: text}, accept=[name])
+        assert record["accepted"] == [name]
+        (problem,) = refused(run, **first)
+        assert f"--accept_changes {name})" in problem
+        run.start(**first, accept=[name])
+    for given, was in (("muon", "adamw_torch_fused"), ("adamw_torch_fused", "muon")):
+        new = Runs(tmp_path / given, parse_pretraining)
+        new.directory.mkdir()
+        new.start(**first, optim=was)
+        new.has_checkpoint()
+        (problem,) = refused(new, **first, optim=given, accept=["optim"])
+        assert f"its optim is {was}, now it is {given}" in problem
+        assert "take its weights into a new run: --init_from with another --output_dir" in problem
+
+
 def test_data_is_compared_by_its_contents(runs, caplog):
     record = runs.start(train_data=["elsewhere/a"])
     assert warned(caplog)[0].endswith("  train_data: data/a -> elsewhere/a (the same contents)")
