@@ -61,6 +61,30 @@ def test_a_rank_that_is_killed_or_fails_in_the_background_loses_no_checkpoint(
     tiny.assert_same_run(run, whole)
 
 
+def test_a_data_worker_that_is_killed_during_a_copy_costs_no_checkpoint(pretraining, tmp_path):
+    """The rank ends with 76, for a restart, after both ranks have committed the checkpoint."""
+    whole, run, memory = (tmp_path / name for name in ("whole", "run", "memory"))
+    memory.mkdir()
+    settings = SETTINGS | {"async_save": "true", "dataloader_num_workers": 1, "max_steps": 40}
+    settings |= {"save_total_limit": "null", "dataloader_prefetch_factor": 1}
+
+    def troubled(trouble: str, folder: Path) -> Launched:
+        env = {"STOKER_TEST_COPY": trouble, "STOKER_TEST_MEMORY": str(memory)}
+        return run_processes("multi_gpu", TROUBLED, pretraining(folder, **settings), env)
+
+    done = troubled("none:0:0", whole)
+    assert set(done.codes) == {0}, done.stdout[-4000:]
+    done = troubled("worker:1:4", run)
+    assert done.codes[1] == ExitCode.LOST_RANK, done.stdout[-4000:]
+    assert 4 in committed(run), done.stdout[-4000:]
+    assert not list(memory.iterdir())
+    last = committed(run)[-1]
+    done = troubled("none:0:0", run)
+    assert set(done.codes) == {0}, done.stdout[-4000:]
+    assert f"resuming from {run}/checkpoint-{last}" in done.stdout
+    tiny.assert_same_run(run, whole)
+
+
 @EXHAUSTIVE
 def test_what_a_save_in_the_background_spares(figures, pretraining, tmp_path):
     """Measure stalls and step times with a checkpoint of 200 MB every two steps (medians of five).
