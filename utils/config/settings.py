@@ -73,6 +73,11 @@ class RunSettings:
         return batch_sizes(last, by_step) if by_step else {0: last}
 
     @property
+    def divisible_batch(self) -> int:
+        """The number that the micro-batches of all ranks have to divide."""
+        return math.gcd(*self.batch_sizes.values())
+
+    @property
     def output_dir(self) -> Path:
         """The run directory."""
         return Path(str(self.training.output_dir))

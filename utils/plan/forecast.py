@@ -31,10 +31,10 @@ from utils.plan.memory_plan import (
     VARIABLE,
     changed,
     context_sizes,
-    kept_batch,
     planned_device,
     possible_checkpointing,
     remedies,
+    settings_beside,
 )
 from utils.plan.memory_trace import Setup
 
@@ -193,7 +193,7 @@ class Planner:
 
         size: the number of ranks that share each sequence.
         """
-        launch, batch = self.setup.launch, self.setup.settings.run.global_batch_size
+        launch, batch = self.setup.launch, self.setup.settings.divisible_batch
         zero = ("zero1", "zero2", "zero3") if launch.strategy.startswith("zero") else ()
         hybrid = (HSDP,) if self.gpus.nodes > 1 and self.gpus.per_node > 1 else ()
         several = ("ddp", *zero, *hybrid, "fsdp2")
@@ -297,13 +297,14 @@ def suggest(planner: Planner, report: Report) -> None:
         report.warn(f"suggest: nothing fits {gpus}; {remedies(setup, most, planner.room)}")
         return
     best, kept = best_of(fitting), setup.settings.run.global_batch_size
-    batch = kept_batch(setup, {ROWS: best.micro_batch})
+    strategy = FILES.get(best.strategy, best.strategy)
+    beside = settings_beside(setup, {"strategy": strategy, ROWS: best.micro_batch})
     lines = [
         f"suggest: the fastest that fits {gpus}, by forecast (global_batch_size {kept}):",
-        f"  strategy: {FILES.get(best.strategy, best.strategy)}",
+        f"  strategy: {strategy}",
         f"  per_device_train_batch_size: {best.micro_batch}",
         *([f"  {CONTEXT}: {best.context_parallel}"] if best.context_parallel > 1 else []),
-        *(f"  {name}: {value}" for name, value in batch.items()),
+        *(f"  {name}: {value}" for name, value in beside.items()),
         f"  activation_checkpointing: {best.recomputed}",
         "the best of each kind:",
         f"  {'strategy':<11} {'micro-batch':>11} {'recomputation':<13} {'GiB a GPU':>9} "

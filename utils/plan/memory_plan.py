@@ -215,16 +215,30 @@ def remedies(setup: Setup, choice: str, room: int) -> str:
             found.append(changes)
     if not found:
         return "no micro-batch, recomputation, sharding or LoRA makes it fit: take a smaller model"
-    found = [{**one, **kept_batch(setup, one)} for one in found]
+    found = [{**one, **settings_beside(setup, one)} for one in found]
     texts = [", ".join(f"{name}: {value}" for name, value in one.items()) for one in found]
     return "by the same prediction this fits: " + "; or ".join(texts).replace("True", "true")
 
 
-def kept_batch(setup: Setup, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {"global_batch_size": size} if `changes` would alter a derived batch size, else {}."""
+def settings_beside(setup: Setup, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return further settings to give with `changes`.
+
+    These are the global batch if `changes` would alter a derived batch size, and resets of settings
+    that a start would refuse together with `changes`.
+    """
+    run, model, strategy = setup.settings.run, setup.settings.model, changes.get("strategy")
     given = setup.settings.values.rank("global_batch_size") > 0
     changes_it = {ROWS, GPUS, CONTEXT} & changes.keys() and not given
-    return {"global_batch_size": setup.settings.run.global_batch_size} if changes_it else {}
+    found: dict[str, Any] = {"global_batch_size": run.global_batch_size} if changes_it else {}
+    resets = {
+        "ddp_comm_hook": run.ddp_comm_hook and strategy in ("fsdp2", "hsdp"),
+        "dp_shard": run.dp_shard and strategy not in (None, "hsdp"),
+        "freeze": model.freeze and "use_peft" in changes,
+        "train_only": model.train_only and "use_peft" in changes,
+    }
+    if model.fp8 and "load_in_4bit" in changes:
+        found["fp8"] = "false"
+    return found | {name: "null" for name, is_refused in resets.items() if is_refused}
 
 
 def _possible_changes(setup: Setup, choice: str) -> Iterator[dict[str, Any]]:
@@ -246,9 +260,9 @@ def _possible_changes(setup: Setup, choice: str) -> Iterator[dict[str, Any]]:
     for size in context_sizes(setup):
         yield {CONTEXT: size} | least
         yield {CONTEXT: size, "strategy": "fsdp2"} | least
-    while (groups := groups * 2) <= settings.run.global_batch_size:
+    while (groups := groups * 2) <= settings.divisible_batch:
         ranks *= 2
-        if settings.run.global_batch_size % groups == 0:
+        if settings.divisible_batch % groups == 0:
             yield {GPUS: ranks, "strategy": "fsdp2"} | least
     if settings.script == "sft_train.py" and not settings.model.load_in_4bit:
         yield LORA | least
@@ -268,7 +282,7 @@ def context_sizes(setup: Setup) -> list[int]:
         size
         for size in range(run.context_parallel + 1, ranks + 1)
         if ranks % size == 0
-        and run.global_batch_size % (ranks // size) == 0
+        and setup.settings.divisible_batch % (ranks // size) == 0
         and setup.settings.data.sequence_length % size == 0
         and not head_faults(setup.config, size)
     ]

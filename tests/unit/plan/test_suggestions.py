@@ -84,6 +84,24 @@ def test_what_is_suggested_fits_and_keeps_the_global_batch(plan):
     assert again.candidate("fsdp2", best.micro_batch, best.recomputed) == best
 
 
+def test_a_start_takes_what_is_suggested_beside_the_run_s_other_settings(plan):
+    sharded = plan(200, ddp_comm_hook="bf16")
+    assert "  strategy: fsdp2\n  per_device_train_batch_size: " in suggested(sharded)[1]
+    assert "\n  ddp_comm_hook: null\n  activation_checkpointing" in suggested(sharded)[1]
+    text = suggested(plan(40_000, ddp_comm_hook="bf16", global_batch_size=4))[1]
+    assert "strategy: multi_gpu" in text
+    assert "ddp_comm_hook" not in text
+    planner = plan(40_000)
+    settings = planner.setup.settings
+    of_hsdp = replace(settings, run=replace(settings.run, dp_shard=2))
+    hybrid = replace(planner, setup=replace(planner.setup, settings=of_hsdp))
+    assert "\n  dp_shard: null\n" in suggested(hybrid)[1]
+    # Each size of a growing batch divides, the first one too.
+    growing = {"global_batch_size": '{"0": 4, "9": 16}', "per_device_train_batch_size": 1}
+    assert {one.micro_batch for one in plan(40_000, **growing).candidates()} == {1}
+    assert "GPUs: 8" not in suggested(plan(140, **growing))[1]
+
+
 def test_more_memory_recomputes_less_and_does_not_shard(plan):
     kinds = [best_of(list(plan(mib).candidates())) for mib in (185, 40_000)]
     chosen = [(one.strategy, one.micro_batch, one.recomputed) for one in kinds]
