@@ -110,7 +110,7 @@ class Journal(TrainerCallback):
             logger.info("%s", readable_line(line, self.stop.limit_s()))
 
     def _note_slow_node(self, line: Mapping[str, Any]) -> None:
-        """Record the slowest rank's node as bad, once, after SLOW_LOGS logs in a row and SLOW_S."""
+        """Record a node as bad, once, if its rank was slowest in SLOW_LOGS logs over SLOW_S."""
         rank, cost, node = line["slowest_rank"], line["slowest_cost"], line["slowest_host"]
         slow = cost > number("STOKER_SLOW_SHARE", 0.1) > 0
         if not slow or rank != self.slowest:
@@ -217,8 +217,8 @@ def _remarks(line: Mapping[str, Any], limit_s: float | None) -> list[str]:
 class LiveView(TrainerCallback):
     """A display of the progress and the last training log on a terminal, until `close`.
 
-    A thread of rich draws it, and waits for no device and no rank. `disable_tqdm` turns the display
-    off.
+    A thread of the library rich draws the display, and waits for no device and no rank.
+    `disable_tqdm` turns the display off.
     """
 
     def __init__(self, progress: Progress, stop: StopWatch):

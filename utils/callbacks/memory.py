@@ -100,7 +100,10 @@ class MemoryMonitor(TrainerCallback):
         return reduced
 
     def measure(self, before: int = 0) -> Sequence[Mapping[str, Any]]:
-        """Return a dict of metrics for each rank. before: an earlier peak in bytes. Collective."""
+        """Measure memory and GPU use; return the metrics of each rank. Collective.
+
+        before: the peak in bytes before the last reset, 0 to ignore it.
+        """
         peak_bytes = max(before, self._new_peak())
         resident = psutil.Process().memory_info().rss
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # may lag behind
@@ -167,7 +170,7 @@ def energy_kwh(device: torch.device) -> float | None:
 
 
 def fullest_rank(line: Mapping[str, Any]) -> str:
-    """Return the rank with the highest peak as " (rank 3 on n2)"; "" if all are within 10 %."""
+    """Return the rank with the highest peak: " (rank 3 on n2)", or "" if all are within 10 %."""
     *_, last = ranks = sorted(line["memory_by_rank"], key=lambda one: one["memory_peak_gib"])
     apart = last["memory_peak_gib"] > 1.1 * ranks[0]["memory_peak_gib"]
     return f" (rank {last['rank']} on {last['host']})" if apart else ""

@@ -39,7 +39,7 @@ class MixtureShares(TrainerCallback):
     def metrics(self) -> dict[str, float]:
         """Return tokens_seen/SOURCE, tokens_share/SOURCE and epochs/SOURCE; {} for one source.
 
-        The last step that counts is the last step that Throughput has counted.
+        The metrics include the steps that Throughput has counted.
         """
         seen, sampler = self.loader.tokens_seen, self.loader.batch_sampler
         if len(seen.names) == 1:
@@ -234,7 +234,7 @@ class OwnTime:
         return own_s, self.product_s
 
     def _product_s(self) -> float:
-        """Return the seconds of fixed matrix products; the GPU (0.2 TFLOP, 16 MiB) must be idle."""
+        """Return the seconds of a matrix product (GPU: 0.2 TFLOP, 16 MiB). The device must idle."""
         size, kind, runs = (2048, torch.bfloat16, 10) if self.on_gpu else (512, torch.float, 1)
         factor, begin = torch.ones(size, size, dtype=kind, device=self.device), time.perf_counter()
         for _ in range(runs):
@@ -245,7 +245,7 @@ class OwnTime:
 
 
 def slowest_rank(ranks: list[tuple[float, float, float, float]]) -> dict[str, float]:
-    """Return slowest_rank, and slowest_cost: the share of a step that other ranks wait for it.
+    """Return the metrics slowest_rank and slowest_cost (share of a step that other ranks wait).
 
     `ranks` has for each rank: elapsed seconds, seconds of waiting for batches, and both results of
     `OwnTime.take`. If matrix products were timed, the rank with the slowest product is assumed to

@@ -143,7 +143,10 @@ class NonFiniteGuard(TrainerCallback):
 
     @override
     def on_log(self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **__: Any) -> None:
-        """Check on rank 0 whether the logged loss is a spike; losses before a resume count."""
+        """Store a finding on rank 0 if the logged loss is a spike.
+
+        The loss is compared with earlier losses, including losses before a resume.
+        """
         if self.on_spike == "none" or "loss" not in logs or self.rank:
             return
         newest = (line for line in reversed(state.log_history) if "loss" in line)

@@ -84,7 +84,7 @@ class ResumeCheck(TrainerCallback):
             on_rank_0(lambda: self._compare(step, logs))
 
     def _compare(self, step: int, logs: Values) -> None:
-        """Log that the nodes agree. If not, set new checkpoints aside; raise UnfitClusterError."""
+        """Log that the nodes agree, or rename the new checkpoints and raise UnfitClusterError."""
         there, here = (", ".join(one["launch"]["hosts"]) for one in (self.then, self.now))
         text = difference(self.logs[step], logs, self.exact)
         if not text:
@@ -126,11 +126,11 @@ def logs_after(
 ) -> tuple[int, dict[int, Values]]:
     """Return the index in `starts` of the first start that logged steps after `step`, and its logs.
 
-    A start is one execution of the script. `step` is that of a checkpoint. `lines` are from
-    metrics.jsonl, `starts` from provenance.json. Two kinds of logs are left out. Logs before a
-    later resume from an earlier step belong to other weights. Logs of starts that `starts` lacks
-    have no known nodes: a checkpoint adopted from another directory has the metrics.jsonl of all
-    starts, but only the provenance.json of the starts until its save.
+    A start is one execution of the script. step: the step of a checkpoint. lines: of metrics.jsonl.
+    starts: of provenance.json. Two kinds of logs are left out. Logs before a later resume from an
+    earlier step belong to other weights. Logs of starts that `starts` lacks have no known nodes: a
+    checkpoint adopted from another directory has the metrics.jsonl of all starts, but only the
+    provenance.json of the starts until the checkpoint's save.
     """
     logs: dict[int, Values] = {}
     began = [datetime.fromisoformat(start["time"]).timestamp() for start in starts]
@@ -166,7 +166,7 @@ def logs_by_host(
 
 
 def difference(old: Values, new: Values, exact: bool) -> str:
-    """Return the metrics that differ too much as text, or "". exact: report any difference."""
+    """Return a text on the metrics that differ too much, or "". exact: report any difference."""
     texts = []
     for name, share, least in LIMITS:
         if name in old and name in new:

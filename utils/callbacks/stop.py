@@ -193,7 +193,7 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_prediction_step(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Raise EvaluationInterrupted for a requested stop; let a requested save follow.
+        """Raise EvaluationInterrupted if a stop is requested; save afterwards if a save is.
 
         All ranks have the same number of batches, so all ranks stop at the same batch.
         """
@@ -209,7 +209,7 @@ class StopWatch(TrainerCallback):
             raise EvaluationInterrupted
 
     def _take_turn(self) -> int:
-        """Return the largest request of all ranks from the last all-reduce; begin the next."""
+        """Return the largest request of all ranks (last all-reduce); begin the next all-reduce."""
         assert self.agreement is not None, "on_train_begin comes first"
         self._count_event()
         alone = self.agreement.group is None

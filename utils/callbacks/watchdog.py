@@ -45,9 +45,9 @@ class HangWatch(TrainerCallback):
     Each Trainer event counts as progress (a "beat"), and a thread watches the count. Phases other
     than a usual training step may take three times as long. A rank without progress logs its
     stack, writes hang/rank-N.json and a note for the launcher (utils/launch/verdict.py), and ends.
-    After the first such note, other ranks end after half of the time without progress. The lowest
-    rank that hangs writes hang.txt from all rank-N.json files, and logs which rank the others
-    waited for.
+    After the first such note, other ranks end after half of the allowed time without progress. The
+    lowest rank that hangs writes hang.txt from all rank-N.json files, and logs which rank the
+    others waited for.
 
     The thread runs from ``on_train_begin`` until ``leave``; timeout_s 0 starts no thread. All ranks
     have the same events, so their counts can be compared. ``hosts`` has the host name of each rank.
@@ -142,7 +142,7 @@ class HangWatch(TrainerCallback):
         self.end(ExitCode.LOST_RANK)
 
     def _judge(self) -> None:
-        """Name the rank at fault, from all ranks' notes. The lowest rank writes hang.txt."""
+        """Log the rank at fault, found from all ranks' notes. The lowest rank writes hang.txt."""
         end = time.monotonic() + OTHERS_LIMIT_S
         while len(records := read_records(self.output_dir, self.began)) < len(self.hosts):
             if time.monotonic() > end:
@@ -197,7 +197,7 @@ def leave_record(output_dir: Path, note: Note, phase: str) -> None:
 
 
 def read_records(output_dir: Path, since: float) -> dict[int, dict[str, Any]]:
-    """Return the contents of hang/rank-N.json files written after `since` (unix s), by rank."""
+    """Return {rank: content of its hang/rank-N.json} for files written after `since` (unix s)."""
     paths = sorted((output_dir / FOLDER).glob("rank-*.json"))
     records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     return {each["note"]["rank"]: each for each in records if each["note"]["time"] >= since}
@@ -247,9 +247,10 @@ def compare(records: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> l
 def write_page(
     output_dir: Path, verdict: str, step: int, hosts: Sequence[str], records: Mapping[int, Any]
 ) -> None:
-    """Write hang.txt, with one paragraph for all ranks of equal stacks. Raises OSError.
+    """Write hang.txt. Ranks with equal stacks share one paragraph. Raises OSError.
 
-    verdict: a text on the rank at fault. step: the last finished step. Others as in `compare`.
+    verdict: a text on the rank at fault. step: the last finished step. records, hosts: see
+    `compare`.
     """
     utc = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     lines, under_way = [f"{utc}: the run hung after step {step}.", verdict], compare(records, hosts)

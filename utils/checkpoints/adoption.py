@@ -53,7 +53,7 @@ def resumed_record(settings: RunSettings) -> RunRecord:
 
 
 def known_data(settings: RunSettings) -> list[str]:
-    """Return the fingerprints of the resumed run's training data; [] if a change is accepted."""
+    """Return the fingerprints of the resumed run's training data; [] if other data is accepted."""
     accepted = "train_data" in settings.run.accept_changes
     return [] if accepted else resumed_record(settings).training_data
 
@@ -109,7 +109,8 @@ def adopt_checkpoint(named: str | bool | None, output_dir: Path, *, needs_best: 
 
     Also copy config.yaml, provenance.json, metrics.jsonl and the run's best checkpoint, which must
     exist if `needs_best`. Do nothing if `output_dir` has checkpoints. A killed process leaves no
-    partial checkpoint. Only rank 0 calls this, and holds the run lock. Raises ConfigurationError.
+    partial checkpoint. Only rank 0 calls this, and holds the run lock. Raises ConfigurationError
+    if a checkpoint is missing or damaged.
     """
     found = foreign_checkpoint(named, output_dir)
     if found is None:
@@ -136,8 +137,8 @@ def adopt_checkpoint(named: str | bool | None, output_dir: Path, *, needs_best: 
 def _best_beside(found: ForeignCheckpoint, best: Path | None, *, needs_best: bool) -> Path | None:
     """Return the committed best checkpoint next to `found`; None if `found` is the best.
 
-    best: its path by the copy of `found` (None: unknown). A missing best checkpoint gives None, or
-    ConfigurationError if `needs_best`.
+    best: the path in trainer_state.json, or None. Return None if no such checkpoint is there, or
+    raise ConfigurationError if `needs_best`.
     """
     directory = found.directory
     if best is None or best.name in (directory.name, f"checkpoint-{found.manifest.step}"):
@@ -154,10 +155,9 @@ def _best_beside(found: ForeignCheckpoint, best: Path | None, *, needs_best: boo
 
 
 def _verified_copy(source: Path, expected: Manifest, output_dir: Path) -> Path:
-    """Copy a checkpoint into `output_dir` under a temporary name and verify it; return the copy.
+    """Copy a checkpoint into `output_dir` under a temporary name; verify and return the copy.
 
-    The copy must have the run id and the step of the `expected` manifest. Raises
-    ConfigurationError.
+    Raises ConfigurationError if the copy is damaged, or its run id or step is not the `expected`.
     """
     partial = output_dir / f".checkpoint-{expected.step}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process

@@ -303,7 +303,7 @@ def taken_bytes(directory: Path) -> int:
 
 
 def _spare(committed: Sequence[tuple[Path, Manifest]], keep: int | None) -> list[Path]:
-    """Return the checkpoints but the newest `keep` and the best, oldest first; keep None: []."""
+    """Return all but the newest `keep` checkpoints and the best, oldest first; [] for keep None."""
     if keep is None or not committed:
         return []
     newest_first = [directory for directory, _ in committed]

@@ -60,7 +60,7 @@ def allow_known_classes(strategy: str) -> None:
 
 
 def refuse_code(checkpoint: Path) -> None:
-    """Raise ConfigurationError if loading a checkpoint could run code or read files outside."""
+    """Raise ConfigurationError if loading a checkpoint could run code or read files elsewhere."""
     manifest = read_manifest(checkpoint)
     allow_known_classes(manifest.strategy)
     for name in manifest.files:

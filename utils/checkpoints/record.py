@@ -210,8 +210,7 @@ class RunRecord:
     def _read(self, name: str, parse: Callable[[str], Any]) -> tuple[Any, str]:
         """Return the parsed file (None if it cannot be parsed) and the problem as text.
 
-        A parsed file also gets the text, because the caller logs it if the file and its copy
-        differ.
+        A parsed file also gets a text. The caller logs this text if file and copy differ.
         """
         try:
             return parse((self.directory / name).read_text(encoding="utf-8")), WRONG[name]

@@ -159,7 +159,7 @@ def _refuse_lost(output_dir: Path) -> None:
 
 
 class Checkpoints:
-    """The store that saves a run's checkpoints and deletes old ones. All ranks call each method.
+    """The store that saves a run's checkpoints and deletes old ones; all ranks use it together.
 
     A save has three steps: `begin`, Trainer's own save into `run_dir`, `commit`. With `background`,
     `commit` returns before the manifest is written, and `finish` waits for the manifest.
@@ -293,7 +293,8 @@ class Checkpoints:
     ) -> int:
         """Write the manifest and delete old checkpoints; return the checkpoint's size in bytes.
 
-        record: flushes a rank's files and returns their sizes and digests. Collective.
+        record: a function that flushes a rank's files and returns {name: size and digest}. Each
+        rank calls the function, perhaps in the background over `group`. Collective.
         """
         by_rank = on_every_rank(record, group)
         self.own_bytes = sum(file.size_bytes for file in by_rank[self.rank].values())

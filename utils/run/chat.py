@@ -75,7 +75,7 @@ def find_model(name: str) -> str:
 
 
 def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
-    """Load the model in evaluation mode and its tokenizer, from a folder or a Hub name.
+    """Return (model, tokenizer) from a folder or a Hub name, with the model in evaluation mode.
 
     device None: a GPU if there is one. Raises ConfigurationError if a part is missing or
     unreadable.
@@ -137,7 +137,7 @@ class ChatModel:
     interrupted = False
 
     def __init__(self, given: argparse.Namespace):
-        """Load the model and set generation options, from the flags. Raises ConfigurationError."""
+        """Load the model and set generation options by the flags. Raises ConfigurationError."""
         # PEFT causes this warning.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         if not sys.stderr.isatty():
@@ -178,7 +178,8 @@ class ChatModel:
     def rendered(self, messages: Messages) -> str:
         """Return the text that the model continues.
 
-        Raises ConfigurationError if the chat template, or the lack of one, forbids the messages.
+        Raises ConfigurationError if the chat template refuses the messages. Without a template,
+        only a single message is accepted.
         """
         asked = f"{messages[-1]['content']!r:.40} cannot be asked"
         if self.template is not None:
@@ -194,7 +195,7 @@ class ChatModel:
         return messages[0]["content"]
 
     def answer(self, messages: Messages) -> str:
-        """Generate and print the answer to `messages`; return its text. Ctrl-C ends it early.
+        """Generate, print and return the answer to `messages`. Ctrl-C ends the answer early.
 
         Raises ConfigurationError if the prompt exceeds the model's positions or memory runs out.
         """

@@ -1,8 +1,8 @@
 """`status.py RUN --step N`: the documents that a step trained on, their texts and losses.
 
-A run does not record these documents. They are found again, because settings, data and step decide
-the order of training. The losses are computed with the newest checkpoint before the step. Each
-document is computed alone, because packed documents do not see each other.
+A run does not record these documents. They are computed again, because settings, data and step
+decide the order of training. Each loss is computed with the newest checkpoint before the step, and
+for one document alone, because packed documents do not attend to each other.
 """
 
 import dataclasses
@@ -76,10 +76,10 @@ def _shown(row: dict[str, Any]) -> str:
 
 
 def documents_of_steps(history: History, steps: Iterable[int]) -> Iterator[Part]:
-    """Yield the document parts of `steps`, by data and settings of the start that trained a step.
+    """Yield the documents of `steps`: each part's JSON line, token ids and mask of trained tokens.
 
-    A start is one execution of the script. Raises ConfigurationError if the data is gone or has
-    changed.
+    Data and settings come from the start (execution of the script) that trained the step. Raises
+    ConfigurationError if the data is gone or has changed.
     """
     opened: dict[int, tuple[PackedDataset, GlobalBatchSampler, Any]] = {}
     for step in steps:
@@ -131,7 +131,7 @@ def _opened(history: History, start: int) -> tuple[PackedDataset, GlobalBatchSam
 
 
 def sources_of(dataset: Path, documents: Iterable[int]) -> dict[int, str]:
-    """Return {document: text with its source file and line or row} for documents with a record."""
+    """Return {document: its source file and line or row}, without documents that record none."""
     wanted = sorted(set(documents))
     sources: dict[int, str] = {}
     first = 0
@@ -154,7 +154,7 @@ def _printed(location: Location) -> str:
 
 
 def _add_losses(history: History, step: int, parts: Sequence[Part]) -> str:
-    """Set the loss in each part's JSON line; return the checkpoint used, or why losses lack."""
+    """Set the loss in each JSON line; return a text: the checkpoint used, or why no loss is set."""
     steps = [manifest.step for manifest in history.checkpoints if manifest.step < step]
     if not steps:
         return f"no losses: there is no checkpoint before step {step}"
@@ -173,7 +173,7 @@ def _add_losses(history: History, step: int, parts: Sequence[Part]) -> str:
 
 @torch.inference_mode()
 def _loss(model: Any, ids: np.ndarray, targets: np.ndarray) -> float | None:
-    """Return a document's mean loss over the tokens that are `targets`; None without targets."""
+    """Return a document's mean loss over the tokens in the mask `targets`; None without any."""
     if not targets.any():
         return None
     tokens = torch.from_numpy(ids.astype(np.int64)).to(model.device)

@@ -105,10 +105,11 @@ def run_callbacks(
 
 
 def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
-    """Evaluate at the last step, write ``final/`` in `save_dtype`; return the exit code or SPENT.
+    """Evaluate at the last step, write ``final/`` in `save_dtype`; return the exit code.
 
-    A stopped run writes no ``final/``, because the next start resumes the run. Raises
-    ConfigurationError, before ``final/`` is written, if another job has locked the run directory.
+    A stopped run writes no ``final/``, because the next start resumes the run. If max_gpu_hours
+    stopped the run, the result is SPENT. Raises ConfigurationError, before ``final/`` is written,
+    if another job has locked the run directory.
     """
     state, output_dir = trainer.state, Path(str(trainer.args.output_dir))
     average = trainer.callbacks.average

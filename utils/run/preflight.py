@@ -119,7 +119,7 @@ def check_place(plan: RunPlan) -> str:
 
 
 def _probe(mark: Path) -> None:
-    """Check that this host sees the temporary file of rank 0 and can write to it."""
+    """Raise StorageError unless this host sees rank 0's temporary file `mark` and can write it."""
     output_dir, end = mark.parent, time.monotonic() + SIGHT_LIMIT_S
     # List the directory, because NFS caches for a while that a single name was missing.
     while not (output_dir.is_dir() and mark.name in os.listdir(output_dir)):  # noqa: PTH208
@@ -151,7 +151,7 @@ def _not_writable(output_dir: Path, reason: str) -> StorageError:
 
 
 def known_files(output_dir: Path) -> bool:
-    """Return whether output_dir holds a run; ConfigurationError if it only has other files."""
+    """Return whether output_dir has a run; raise ConfigurationError if it has only other files."""
     # Do not follow links, because another user may have made this directory. Do not raise for a
     # damaged file of a run, because the start restores it.
     for path in (output_dir / name for name in (CONFIG, PROVENANCE, FILE_NAME, FOLDER)):

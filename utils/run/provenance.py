@@ -1,4 +1,4 @@
-"""provenance.json: a record of each start of a run, with the settings that it changed.
+"""provenance.json: a record of all starts of a run, and of the settings that each start changed.
 
 A start is one execution of the script, and a resume is another start. config.yaml stays as the
 first start wrote it. For each start, the list `starts` in provenance.json has the settings that
@@ -190,7 +190,10 @@ class Change:
 
 
 def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
-    """Return digests of a start's inputs, and versions, for provenance.json; only on rank 0."""
+    """Return this start's digests of data, tokenizer, model and own code, and package versions.
+
+    These are values for provenance.json. Only rank 0 calls this.
+    """
     launch = settings.values.environment
     by_fsdp2 = is_true("ACCELERATE_USE_FSDP", launch) and launch.get("FSDP_VERSION") == "2"
     left_out: dict[str, str | int] = {}

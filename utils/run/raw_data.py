@@ -1,4 +1,4 @@
-"""Tokenization of raw training data by a run, once, in OUTPUT_DIR/data, as by prepare_data.py."""
+"""Tokenization of a run's raw training data, once, into OUTPUT_DIR/data, as by prepare_data.py."""
 
 import logging
 import os
@@ -26,9 +26,9 @@ def prepare_raw_data(settings: RunSettings) -> None:
     """Tokenize the raw files of train_data and eval_data if this is not done; all ranks call this.
 
     Separate processes tokenize, so their memory is free before training. The other ranks wait over
-    gloo, at most a day. A dry run only checks the files; if they are not tokenized, it raises
-    Answer with the command to do so. Raises ConfigurationError for more than LARGEST_BYTES, in a
-    Slurm job, and if the files have changed since the run began.
+    gloo, at most a day. A dry run only checks the files. If they are not tokenized, the dry run
+    raises Answer with the command to type. Raises ConfigurationError if a run may not tokenize the
+    files (more than LARGEST_BYTES, or in a Slurm job), or if they have changed since the run began.
     """
     if (raw := settings.raw) is None:
         return

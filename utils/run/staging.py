@@ -165,7 +165,10 @@ def _copy_of(original: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def _make(copy: Path, files: list[Path], states: list[tuple[str, int, int]]) -> None:
-    """Copy `files` (in `states`) to the new folder `copy`; write digests.json. Raises OSError."""
+    """Copy `files` to the new folder `copy` and write digests.json. Raises OSError.
+
+    states: the files' paths, sizes and times, which must still be true after copying.
+    """
     if copy.exists():
         logger.warning("stage_data: %s is damaged or cut short: it is made again", copy)
         shutil.rmtree(copy)
@@ -211,7 +214,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _is_whole(copy: Path, files: list[Path]) -> bool:
-    """Return whether the copies of `files` in the folder `copy` have the digests written there."""
+    """Return whether the copies of `files` in the folder `copy` match the digests.json there."""
     try:
         expected = json.loads((copy / DIGESTS).read_text(encoding="utf-8"))
         with ThreadPoolExecutor(AT_ONCE) as pool:

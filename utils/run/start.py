@@ -132,7 +132,7 @@ def _settle_hub(settings: RunSettings) -> bool:
 
 
 def _launch(settings: RunSettings) -> LaunchFacts:
-    """Check and return the launch; rank 0 copies the checkpoint of --resume_from_checkpoint."""
+    """Check and return the launch; copy the checkpoint of --resume_from_checkpoint (rank 0)."""
     install_stop_signals()
     os.environ |= group_sizes(settings.values.environment)  # accelerate reads them
     launch = check_launch()
@@ -361,7 +361,7 @@ def check_progress(
 
     `starts` is the list in provenance.json. `job` is the result of `slurm_job`. A job that was not
     requeued passes. Restarts inside a job pass and are not counted, because the job script itself
-    requeues the job after two of them at the same step.
+    requeues the job after two such restarts at the same step.
     """
     if job is None or int(job["restart_count"] or 0) == 0 or int(job.get("restart_in_job") or 0):
         return
