@@ -41,12 +41,15 @@ def settle_precision(values: SettingValues) -> None:
     if values[RECOMPUTED] is None and not values.get("activation_offloading"):
         on_gpu = trains_on_fast_gpu(values)
         _choose(values, RECOMPUTED, Given("auto", FAST_GPU) if on_gpu else Given(None, "default"))
-    chosen = [f"{name} {shown(values[name])}" for name in CHOSEN if values.source(name) == FAST_GPU]
+    chosen = [name for name in CHOSEN if values.source(name) == FAST_GPU]
     if chosen:
-        off = f"off: --bf16 false, --{RECOMPUTED} none"
+        off = "off: " + ", ".join(
+            f"--{name} {'false' if name == 'bf16' else 'none'}" for name in chosen
+        )
         if not values["assume"] and gpu_capability() is None:
             off += "; this machine has no GPU, a dry run of training on its CPU has --use_cpu true"
-        values.notes.append(f"{', '.join(chosen)}: {FAST_GPU} ({off})")
+        told = ", ".join(f"{name} {shown(values[name])}" for name in chosen)
+        values.notes.append(f"{told}: {FAST_GPU} ({off})")
     if values["bf16"] and settles_device and _computes_on_cpu(values) and not values["use_cpu"]:
         values.given["use_cpu"] = Given(True, "bf16 on a CPU")  # or Trainer refuses bf16
     if by_launch in ("bf16", "fp16") and not values[by_launch]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from utils.config.errors import ConfigurationError
 from utils.host.foreign import RENDERING_BYTES, foreign, limits
 from utils.prepare.rows import ChatDocument, Message
-from utils.prepare.values import Location
+from utils.prepare.values import ASSISTANT, Location
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -161,3 +161,11 @@ def _adapted_call(call: Mapping[str, Any], as_object: bool) -> dict[str, Any]:
     if not as_object and not isinstance(function["arguments"], str):
         function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return {**call, "function": function}
+
+
+def has_thought(message: Message) -> bool:
+    """Return whether a message is an answer with reasoning."""
+    said = str(message.get("content"))
+    if message["role"] != ASSISTANT or EMPTY_THOUGHT.search(said):
+        return False
+    return bool(message.get("reasoning_content") or re.search(r"</\w*think\w*>", said))

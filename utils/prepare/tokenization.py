@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from utils.data.tokenizers import id_type
 from utils.prepare.chat_masks import ChatMasks, MaskedChat
-from utils.prepare.chat_templates import EMPTY_THOUGHT
+from utils.prepare.chat_templates import EMPTY_THOUGHT, has_thought
 from utils.prepare.encoding import (
     LARGEST_PIECE_CHARACTERS,
     GigatokenEncoder,
@@ -234,17 +234,18 @@ class DocumentTokenizer:
     def _notes(self, document: ChatDocument, chat: MaskedChat) -> Counter[str]:
         """Return a chat's counts for NOTES: empty or missing thoughts, special tokens in text."""
         empty = [thought.span() for thought in EMPTY_THOUGHT.finditer(chat.text)]
+        trained = sum(any(a < end and begin < b for a, b in chat.spans) for begin, end in empty)
+        thinks = has_thought(document.messages[-1])
+        # SmolLM3 trains the empty thought of its own prompt: harmless after such a prompt.
+        closed = (trained or thinks) and self._prompt_has_empty_thought(document)
         return Counter(
             without_earlier_thinking=int(chat.drops_thinking),
-            empty_thoughts=sum(
-                any(start < end and begin < stop for start, stop in chat.spans)
-                for begin, end in empty
-            ),
+            empty_thoughts=0 if closed else trained,
             answers_without_empty_thought=sum(
                 all((chat.text[end:start] + chat.text[start:begin]).strip() for begin, end in empty)
                 for start in (chat.starts if empty else ())
             ),
-            thoughts_after_closed_prompts=int(self._thinks_after_closed_thought(document)),
+            thoughts_after_closed_prompts=int(thinks and closed),
             special_tokens_in_answers=sum(
                 message["role"] == ASSISTANT and message.get("weight") != 0
                 for message in document.messages[document.first_trained :]
@@ -257,16 +258,10 @@ class DocumentTokenizer:
         words = filter(None, self.tokenizer.all_special_tokens)
         return re.compile("|".join(map(re.escape, words)) or "(?!)")
 
-    def _thinks_after_closed_thought(self, document: ChatDocument) -> bool:
-        """Return whether the last answer has reasoning although its prompt has an empty thought."""
-        last = len(document.messages) - 1
-        message = document.messages[last]
-        said = str(message.get("content"))
-        thinks = message.get("reasoning_content") or re.search(r"</\w*think\w*>", said)
-        if not thinks or message["role"] != ASSISTANT or EMPTY_THOUGHT.search(said):
-            return False
+    def _prompt_has_empty_thought(self, document: ChatDocument) -> bool:
+        """Return whether the prompt of the last answer ends with an empty thought."""
         template = self._masks.template
-        before = replace(document, messages=template.adapted(document.messages[:last]))
+        before = replace(document, messages=template.adapted(document.messages[:-1]))
         with suppress(Exception):  # a template may refuse a chat without its answer
             prompt = template.render(before, generation_prompt=True).rstrip()
             return any(thought.end() == len(prompt) for thought in EMPTY_THOUGHT.finditer(prompt))

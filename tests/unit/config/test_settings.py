@@ -301,15 +301,13 @@ def test_a_gpu_that_multiplies_in_bf16_does_so_by_default(
     monkeypatch.setattr(precision, "gpu_capability", lambda: capability)
     values = parse(parse_fine_tuning, **DRY | changes).values
     assert (values["bf16"], values["activation_checkpointing"]) == (bf16, recomputed)
-    told = [
-        f"{name} {value}"
-        for name, value, chosen in (
-            ("bf16", "true", bf16),
-            (precision.RECOMPUTED, "auto", recomputed == "auto"),
-        )
-        if chosen
-    ]
-    off = f"off: --bf16 false, --{precision.RECOMPUTED} none"
+    told, off = [], []
+    if bf16:
+        told, off = ["bf16 true"], ["--bf16 false"]
+    if recomputed == "auto":
+        told.append(f"{precision.RECOMPUTED} auto")
+        off.append(f"--{precision.RECOMPUTED} none")
+    off = f"off: {', '.join(off)}"
     if capability is None and "assume" not in changes:
         off += "; this machine has no GPU, a dry run of training on its CPU has --use_cpu true"
     line = [f"{', '.join(told)}: {precision.FAST_GPU} ({off})"] if told else []

@@ -251,6 +251,26 @@ def test_an_empty_thought_that_is_trained_on_is_counted(trained, caplog):
     assert "1 answers train an empty thought" in caplog.text
 
 
+def test_an_empty_thought_of_the_prompt_is_not_counted(tmp_path, prepare):
+    """SmolLM3's {% generation %} encloses the thought that its prompt has, too."""
+    template = (
+        "{% set empty = '' if enable_thinking else '<think>\n\n</think>\n' %}"
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+        "<|im_start|>assistant\n{{ empty + m.content }}<|im_end|>\n{% endgeneration %}"
+        "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    )
+    path = samples.write_jsonl(tmp_path / "rows.jsonl", [samples.chat("q", "Rome", "q", "Paris")])
+    for name, printed, expected in (("same", "{{ empty }}", 0), ("other", "", 2)):
+        tokenizer = samples.saved_tokenizer(
+            tmp_path / f"of_{name}", f"{template}{printed}{{% endif %}}"
+        )
+        source = {"path": str(path), "chat_template_kwargs": OFF}
+        out = prepare(name, sources=[source], tokenizer_name_or_path=tokenizer)
+        counted = samples.description(out / "train")["preparation"]["sources"]
+        assert counted["empty_thoughts"] == expected
+
+
 @pytest.mark.parametrize(("setting", "thought"), [(OFF, ""), (ON, EMPTY)])
 def test_answers_before_the_only_empty_thought_are_counted(trained, caplog, setting, thought):
     """They begin where a model that thinks begins its thought, so they teach it not to think."""
