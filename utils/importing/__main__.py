@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config", type=Path, help="the other toolkit's YAML file")
     kinds = ("axolotl", "llamafactory", "trl")
     parser.add_argument("--kind", choices=kinds, help="whose it is; told by its keys otherwise")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs it ran on, for the global batch")
+    parser.add_argument("--gpus", type=int, help="GPUs it ran on, for the global batch (1)")
     parser.add_argument("--output_dir", type=Path, help="folder for the recipes, else printed")
     given = parser.parse_args(argv)
     folder = given.output_dir or Path()
@@ -87,10 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # no line about CPU kernels
         from utils.importing.conversion import convert  # slow to import: transformers
 
-        converted = convert(given.config, given.kind, given.gpus)
+        converted = convert(given.config, given.kind, given.gpus or 1)
+        if given.gpus is None and "--gpus" in converted.run["global_batch_size"][1]:
+            converted.change("global_batch_size", "counted for 1 GPU: give --gpus N")
         texts = recipe_texts(converted, folder)
         if given.output_dir and (there := [str(file) for file in texts if file.exists()]):
-            raise ConfigurationError(f"{', '.join(there)} is there: name another --output_dir")
+            raise ConfigurationError(f"{', '.join(there)} already there: name another --output_dir")
     except (YamlError, ConfigurationError) as error:
         sys.stderr.write(f"{given.config} cannot be converted:\n{error}\n")
         return ConfigurationError.exit_code

@@ -8,14 +8,31 @@ from utils.config.declarations import Given, SettingValues, shown
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import load_file
 from utils.config.refusals import check_forms, check_run
-from utils.config.rules import RULES
+from utils.config.rules import MOOT, RULES
 from utils.config.settings import derive_evaluation
 from utils.importing.sources import convert_data
-from utils.importing.toolkits import BY_DEFAULT, CHANGES, EMPTY, LEFT, TOOLKITS, Conversion, listed
+from utils.importing.toolkits import (
+    BY_DEFAULT,
+    CHANGES,
+    EMPTY,
+    LEFT,
+    TOOLKITS,
+    Conversion,
+    is_off,
+    listed,
+)
 
 EIGHT_BIT = re.compile(r"adamw.*(8|4)_?bit", re.I)
 PLAIN_ADAMW = re.compile(r"(paged_)?adamw(_hf|_torch\w*|_apex\w*|_32bit)?")
 EIGHT_BITS = "the frozen weights are bfloat16 here, or of 4 bits with load_in_4bit: true"
+SHARDING = ("dp_shard_size", "fsdp", "fsdp_config", "fsdp_version")
+# axolotl-contribs-mit 0.0.6: DistMuon if there is a device mesh, else Muon, scaled as Stoker's.
+OTHER_MUON = (
+    "does not carry over: Stoker's Muon takes AdamW's. axolotl's on several GPUs scales a step by "
+    "sqrt(out / in), Stoker's by 0.2 * sqrt(the larger), here 6 to 32 times for a width of 896"
+)
+# Names of a model's parts before its layers: Stoker may load the text model alone.
+BEFORE_LAYERS = re.compile(r"((model|language_model|text_model)\\?\.)+layers")
 TRAINABLE = {"stage": ("sft", "pt"), "adapter": ("lora", "qlora", "full", "freeze")}
 # Keys of configs for another kind of training, or for no training.
 OTHER_METHODS = (
@@ -56,7 +73,9 @@ def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
         _convert_precision(given)
         _convert_strategy(given)
         for ours, entry in list(given.given.items()):
-            if ours in given.declared and entry.source not in {*LEFT, *CHANGES}:
+            if ours in given.run:
+                given.note(entry.source, f"other keys decide {ours}")
+            elif ours in given.declared and entry.source not in {*LEFT, *CHANGES}:
                 given.move(ours)
             else:
                 given.leave(entry.source, entry.value, ours)
@@ -119,6 +138,7 @@ def _convert_batch(given: Conversion) -> None:
     if packed in (False, "none") and not given.pretraining:
         given.put("packing", "none", "not packed there; best_fit is faster, with a smaller batch")
     elif "wrapped" in (packed, kind):
+        given.take("packing_strategy")
         given.put("packing", "concat", "packing_strategy: wrapped")
     elif given.pretraining and packed is not False:
         given.drop("packing", BY_DEFAULT)
@@ -157,6 +177,9 @@ def _convert_optimizer(given: Conversion) -> None:
     """Convert the optimizer, its learning rate schedule and the trackers (wandb, Hub)."""
     if given.take("use_muon"):
         given.put("optim", "muon", "use_muon")
+    meshes = given.gpus > 1 or any(not is_off(given.value(name)) for name in SHARDING)
+    if given.kind == "axolotl" and given.value("optim") == "muon" and meshes:
+        given.change("learning_rate", OTHER_MUON)
     if "optim" in given.given:
         entry = given.given.pop("optim")
         name = str(entry.value)
@@ -209,13 +232,15 @@ def _convert_adapter(given: Conversion) -> None:
         nested = given.take("double_quantization", given.kind != "trl")
         given.put("use_bnb_nested_quant", given.take("use_bnb_nested_quant", nested))
     targets = given.value("lora_target_modules")
-    if isinstance(targets, str) and re.search(r"[^\w\s,-]", targets):
-        given.drop("lora_target_modules", f"{targets}: a pattern; every linear layer is adapted")
-    elif targets in ("all", "all-linear", ["all-linear"]):
+    if targets in ("all", "all-linear", ["all-linear"]):
         given.drop("lora_target_modules", "every linear layer is adapted by default")
     elif targets:
         source = given.given.pop("lora_target_modules").source
-        given.put("lora_target_modules", listed(targets), key=source)
+        is_pattern = isinstance(targets, str) and re.search(r"[^\w\s,|-]", targets)
+        named = [targets] if is_pattern else listed(targets)
+        names = [BEFORE_LAYERS.sub(".*layers", each) for name in named for each in
+                 ([name] if is_pattern else str(name).split("|"))]  # fmt: skip
+        given.put("lora_target_modules", names, "a pattern" if is_pattern else "", source)
 
 
 def _convert_frozen(given: Conversion) -> None:
@@ -227,7 +252,7 @@ def _convert_frozen(given: Conversion) -> None:
     if patterns := given.take("train_only"):
         plain = [re.sub(r"\[\d*:?\d*\]$", "", str(each)) for each in listed(patterns)]
         if plain != listed(patterns):
-            given.note("unfrozen_parameters", "ranges of rows: here whole weights are trained")
+            given.change("unfrozen_parameters", "ranges of rows: here whole weights are trained")
         # Both match from the start of a name. In axolotl, "." is a plain dot unless + follows.
         exact = [re.sub(r"\.(?!\+)", r"\.", each.removeprefix("^")) for each in plain]
         ours = [each.removesuffix("$") if each.endswith("$") else f"{each}.*" for each in exact]
@@ -268,6 +293,9 @@ def _convert_precision(given: Conversion) -> None:
         given.drop("fp16", "bf16 decides")
     if given.take("resize_token_embeddings_to_32x"):
         given.put("pad_embeddings_to_multiple_of", 32, "resize_token_embeddings_to_32x")
+    if isinstance(offloading := given.value("activation_offloading"), str):  # legacy, disk
+        source = given.given.pop("activation_offloading").source
+        given.put("activation_offloading", True, offloading, source)
     checkpointing = given.take("gradient_checkpointing")
     if checkpointing and not given.take("disable_gradient_checkpointing"):
         offloaded = "; activations are not offloaded here" if checkpointing == "offload" else ""
@@ -278,14 +306,13 @@ def _convert_precision(given: Conversion) -> None:
 def _convert_strategy(given: Conversion) -> None:
     """Convert DeepSpeed's ZeRO stage, or FSDP, to the setting `strategy`."""
     deepspeed = given.take("deepspeed")
-    names = ("dp_shard_size", "fsdp", "fsdp_config", "fsdp_version")
-    sharding = {name: given.take(name) for name in names if name in given.given}
+    sharding = {name: given.take(name) for name in SHARDING if name in given.given}
     stage = re.search(r"(?:z|zero|stage\D*)_?([0-3])", str(deepspeed), re.I)
     if deepspeed and stage:
         name = "multi_gpu" if stage[1] == "0" else f"zero{stage[1]}"
         given.run["strategy"] = (name, f"deepspeed: {shown(deepspeed)}")
         if given.run.pop("optim_states", None):
-            given.note("optimizer", "8 bits: DeepSpeed keeps Adam's moments in its own way")
+            given.change("optimizer", "8 bits: DeepSpeed keeps Adam's moments in its own way")
     elif deepspeed:
         given.note("deepspeed", "its ZeRO stage is not known: strategy: zero1, zero2 or zero3")
     elif any(value not in (None, False, [], {}, "", 1) for value in sharding.values()):
@@ -302,17 +329,24 @@ def _convert_strategy(given: Conversion) -> None:
 
 def _remove_lines_that_cannot_stay(given: Conversion) -> None:
     """Remove recipe settings that have no effect or that the training script would refuse."""
-    lines = {n: Given(v, why, 1) for n, (v, why) in given.run.items() if n in given.declared}
+    name = given.path.name
+    lines = {n: Given(v, name, 0) for n, (v, _) in given.run.items() if n in given.declared}
     values = SettingValues(given.declared, lines)
     derive_evaluation(values)
-    refused = {}
+    refused, moot = {}, set()
     for cause, applies, names in RULES:
         for name in names.split():
             if name in values.given and values[name] and applies(values[cause]):
                 del values.given[name]
                 refused[name] = f"no effect, as {cause} is {shown(values[cause])}"
+                moot |= {name} if (cause, applies, names) in MOOT else set()
     for fault in (*check_run(values), *check_forms(values)):
         refused[fault.split()[0]] = fault
+    if "hub_model_id" in refused and "push_to_hub" in given.run:
+        del given.run["push_to_hub"]
+        moot.add("hub_model_id")
+        refused["hub_model_id"] += "; nothing is uploaded without it"
     for name, why in refused.items():
         given.run.pop(name, None)
-        given.note(given.made_of.get(name, name), why)
+        add = given.note if name in moot else given.change
+        add(given.made_of.get(name, name), why)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.declarations import Given
-from utils.config.preparation import MESSAGE_KEYS, MESSAGE_ROLES
+from utils.config.preparation import COLUMNS, MESSAGE_KEYS, MESSAGE_ROLES
 from utils.importing.toolkits import BY_DEFAULT, DATA, Conversion, is_off, listed
 
 # Models whose template prints an empty thought, which axolotl does not train on.
 EMPTY_THOUGHTS = re.compile(r"qwen-?3(?!.*(2507|coder|vl|omni|next|embedding))", re.IGNORECASE)
 NO_LIMIT = 8192  # sequence_length in tokens if the config has no limit
+NUMBER = "{0} documents there, a share here: write {0} / number of documents as validation_fraction"
 Entries = list[dict[str, Any]]
 
 
@@ -26,8 +27,13 @@ def convert_data(given: Conversion, folder: str) -> None:
     given.data["sources"] = [
         each["path"] if each.keys() == {"path"} else each for each in _read(given, "sources")
     ]
+    masked = given.kind != "trl" or given.take("assistant_only_loss")
+    if not (masked or given.pretraining or "dataset_text_field" in given.given):
+        given.change("assistant_only_loss: false", "of a chat TRL trains on every token, Stoker on "
+                     "the answers; plain text is trained on whole in both")  # fmt: skip
     given.run["train_data"] = ([f"{folder}/train"], "")
     _hold_out(given, folder)
+    given.take("dataset_dir")
     formats = [each.get("format") for each in given.data["sources"] if isinstance(each, dict)]
     if len(given.data["sources"]) == sum(each in given.functions for each in formats):
         given.drop("train_on_inputs", BY_DEFAULT)
@@ -46,22 +52,28 @@ def convert_data(given: Conversion, folder: str) -> None:
     elif tokens:
         given.data["add_tokens"] = listed(tokens)
     given.data["num_proc"] = given.take("num_proc") or None
+    _convert_template(given)
+    given.data["output_dir"] = folder
+    tokenizer = given.take("tokenizer_config") or given.take("tokenizer_name_or_path")
+    model, _ = given.run.get("model_name_or_path", ("", ""))
+    given.data["tokenizer_name_or_path"] = tokenizer or model
+
+
+def _convert_template(given: Conversion) -> None:
+    """Convert the chat template (a name, a text or a file) and its variables."""
     variables = {**(given.take("chat_template_kwargs") or {})}
     if (thinking := given.take("enable_thinking")) is not None:
         variables["enable_thinking"] = thinking
     given.data["chat_template_kwargs"] = variables
-    named = DATA["templates"] if given.kind == "llamafactory" else {}
+    named = DATA["templates"].get(given.kind, {})
     for key in ("template", "chat_template", "chat_template_jinja", "chat_template_path"):
         text = named.get(str(given.value(key)), str(given.value(key)))
         if "{" in text:
             given.template = text
             given.take(key)
         elif text.endswith(".jinja"):
-            given.data["chat_template"] = given.take(key)
-    given.data["output_dir"] = folder
-    tokenizer = given.take("tokenizer_config") or given.take("tokenizer_name_or_path")
-    model, _ = given.run.get("model_name_or_path", ("", ""))
-    given.data["tokenizer_name_or_path"] = tokenizer or model
+            given.data["chat_template"] = text
+            given.take(key)
 
 
 def _hold_out(given: Conversion, folder: str) -> None:
@@ -73,11 +85,16 @@ def _hold_out(given: Conversion, folder: str) -> None:
         given.data["eval_sources"] = held_out
         splits = [each["name"] for each in held_out]
     share = given.value("validation")
-    if isinstance(share, float | int) and 0 < share < 1:
-        given.data["validation_fraction"] = float(given.take("validation"))
-        splits.append("validation")
-    why = f"{share} documents: validation_fraction is a share" if share else "nothing is held out"
-    given.drop("validation", why)
+    if isinstance(share, float | int) and share > 0:
+        source = given.given.pop("validation").source
+        if share >= 1 and given.kind == "trl" and given.value("eval_strategy", "no") == "no":
+            given.change(source, f"{share} documents are held out there, none are here")
+        else:
+            given.data["validation_fraction"] = float(share)
+            splits.append("validation")
+            if share >= 1:
+                given.change(source, NUMBER.format(share))
+    given.drop("validation", "nothing is held out")
     if splits:
         given.put("eval_data", [f"{folder}/{split}" for split in splits])
 
@@ -201,6 +218,8 @@ def _leave_thoughts_out(given: Conversion) -> None:
     """
     model = f"{given.run.get('model_name_or_path', '')} {given.value('chat_template')}"
     variables = given.value("chat_template_kwargs") or {}
+    if given.value("chat_template") in DATA["templates"]["axolotl"]:
+        return
     if EMPTY_THOUGHTS.search(model) and "enable_thinking" not in {*variables, *given.given}:
         given.given["enable_thinking"] = Given(False, given.its_default)
         given.change("enable_thinking: false", "the template's empty thought is not trained on, as "
@@ -248,7 +267,8 @@ def _factory(given: Conversion, source: str, names: Any) -> Entries:
     dataset_info.json describes these datasets. Its folder is the setting dataset_dir (default:
     data), in the working directory or in a folder above the config.
     """
-    folder, known = Path(given.value("dataset_dir") or "data"), {}
+    where, known = str(given.value("dataset_dir") or "data"), {}
+    remote, folder = where.partition(":")[2], Path(where)
     for base in (Path(), *given.path.absolute().parents):
         with suppress(OSError, ValueError):
             known = json.loads((base / folder / "dataset_info.json").read_text(encoding="utf-8"))
@@ -259,7 +279,9 @@ def _factory(given: Conversion, source: str, names: Any) -> Entries:
         info, where = dict(known.get(name, {})), f"{source}.{name}"
         is_chat = info.get("formatting", "alpaca" if info else "") != "alpaca"
         if not info:
-            given.note(name, "no dataset_info.json has it: name its file or Hub dataset in sources")
+            why = "no dataset_info.json has it: name its file or Hub dataset in sources"
+            hub = f"{where}: hf download {remote} --repo-type dataset, and name its file in sources"
+            given.change(name, hub if remote else why)
         file = str(folder / info.pop("file_name")) if "file_name" in info else f"sources/{name}"
         usual = "role" if info.pop("formatting", None) == "openai" else "from"
         tags = dict(info.pop("tags", None) or {})
@@ -293,8 +315,6 @@ def _trl(given: Conversion, source: str, value: Any) -> Entries:
 
     value: a name, a mixture (TRL), or {name: weight} (Alignment Handbook).
     """
-    if not given.take("assistant_only_loss") and not given.pretraining:
-        given.change("assistant_only_loss: false", "TRL trains on whole chats, here on answers")
     subset, split = given.take("dataset_config"), given.take("dataset_train_split")
     is_mixture = not isinstance(value, str)
     if isinstance(value, Mapping) and "datasets" in value:
@@ -302,6 +322,8 @@ def _trl(given: Conversion, source: str, value: Any) -> Entries:
         value = rest.pop("datasets")
         if share := rest.pop("test_split_size", None):
             given.given.setdefault("validation", Given(share, "test_split_size"))
+        if rest.pop("seed", None) is not None:
+            given.note(f"{source}.seed", "the order of the documents follows from seed here")
         given.leave_all(source, rest)
     elif isinstance(value, Mapping):
         value = [{"id": name, "weight": weight} for name, weight in value.items()]
@@ -312,6 +334,8 @@ def _trl(given: Conversion, source: str, value: Any) -> Entries:
         names = [entry.pop(key, None) for key in ("id", "path", "config", "subset", "name")]
         path = names[0] or names[1] or names.pop()
         weight = entry.pop("weight", None)
+        columns = [each for each in listed(entry.pop("columns", [])) if each not in COLUMNS]
+        given.leave(f"{source}.columns", columns or None)
         found.append({
             "path": path, "subset": next(filter(None, names[2:]), None),
             "split": entry.pop("split", None), "weight": None if weight == 1 else weight,

@@ -25,7 +25,7 @@ from utils.config.own_code import OwnCode
 
 UNKNOWN = "unknown here, left out"
 EMPTY = "empty there"
-OFF = "off there, and not done here"
+OFF = "off or 0 there: no effect"
 BY_DEFAULT = "as it is here without a line"
 # Keys of settings that are always on in Stoker: "off" in a config is a difference.
 _ON_HERE = ("shuffle_dataset", "remove_unused_columns", "average_tokens_across_devices")
@@ -54,6 +54,8 @@ TOOLKITS = {kind: Toolkit(**table) for kind, table in _TABLES["toolkits"].items(
 LEFT = by_name(_TABLES["left"])
 # {key: how the training differs without the key}, and {key: values that make no difference}.
 CHANGES, SAME = by_name(_TABLES["changes"]), _TABLES["same"]
+# Keys whose reason is in foreign_words.yaml, and that change no weights, data or evaluation.
+HARMLESS = frozenset(_TABLES["harmless"].split())
 DATA = _TABLES["data"]  # names and prompts of datasets
 
 
@@ -127,18 +129,19 @@ class Conversion:
         key: may be a path such as datasets.roles. ours: our name for the key, if different.
         """
         name = key.rpartition(".")[2]
-        reason = LEFT.get(name) or refused().get(ours or name) or other_names().get(name)
+        reason = LEFT.get(name) or CHANGES.get(name) or refused().get(ours or name)
+        reason = reason or other_names().get(name, UNKNOWN)
         if value in (None, ""):
             self.note(key, EMPTY)
         elif is_off(value) and name not in _ON_HERE:
             self.note(key, OFF)
         elif value in SAME.get(name, ()):
             self.note(key, BY_DEFAULT)
-        elif name in CHANGES or reason is None:
-            self.change(key, CHANGES.get(name, UNKNOWN))
         else:
             is_name = reason.isidentifier()
-            self.note(key, f"here it is {reason}, with another value" if is_name else reason)
+            reason = f"here it is {reason}, with another value" if is_name else reason
+            add = self.note if name in LEFT or name in HARMLESS else self.change
+            add(key, reason)
 
     def leave_all(self, path: str, values: Mapping[str, Any]) -> None:
         """Call `leave` for each key in a mapping, also in nested ones. path: names the mapping."""
@@ -149,8 +152,9 @@ class Conversion:
                 self.leave(f"{path}.{key}", value)
 
     def put(self, name: str, value: Any, comment: str = "", key: str = "") -> None:
-        """Add a setting to the training recipe. If `value` is refused or our default, add a note.
+        """Add a setting to the training recipe. Add a note if `value` is our default.
 
+        A value that our setting refuses is a change.
         comment: written after the setting in the recipe. key: the config's key; default: `name`.
         """
         key = key or name
@@ -160,7 +164,7 @@ class Conversion:
                 checked = checked_value(declaration, value)
                 value = value if type(value) is int and checked == value else checked  # 4, not 4.0
             except ValueError as error:
-                self.note(key, str(error))
+                self.change(key, str(error))
                 return
             if value == declaration.default and (not value or comment == self.its_default):
                 self.note(key, BY_DEFAULT)

@@ -310,7 +310,7 @@ def test_recipes_are_printed_or_written_and_none_is_overwritten(made, tmp_path, 
     assert main(arguments) == 0
     new = tmp_path / "new"
     said = capsys.readouterr().out
-    assert said.startswith(f"{new}/made_data.yaml\n{new}/made.yaml\n\n{CHANGED}\n  template: ")
+    assert said.startswith(f"{new}/made_data.yaml\n{new}/made.yaml\n\n{CHANGED}\n  ")
     assert said.endswith(
         f"\nNext:\n  python prepare_data.py --config {new}/made_data.yaml\n"
         f"  python sft_train.py --config {new}/made.yaml\n"
@@ -319,7 +319,7 @@ def test_recipes_are_printed_or_written_and_none_is_overwritten(made, tmp_path, 
     assert f"python sft_train.py --config {tmp_path / 'new/made.yaml'}\n" in text
     assert "global_batch_size: 16 " in text
     assert main(arguments) == 2
-    assert "is there" in capsys.readouterr().err
+    assert "already there" in capsys.readouterr().err
 
 
 # Configs with keys that were once dropped, expected lines of both recipes, and some noted keys.
@@ -560,9 +560,11 @@ DIFFERING = {
     "same values": ([{**CHAT, "roles_to_train": ["assistant"], "train_on_eos": "turn"}],
                     {"train_on_inputs": False, "chat_template": "tokenizer_default"}, {}, set()),
     "other masks": ([{**CHAT, "roles_to_train": ["assistant", "user"], "train_on_eos": "last"}],
-                    {"train_on_inputs": True, "chat_template": "chatml"}, {},
+                    {"train_on_inputs": True, "chat_template": "llama3"}, {},
                     {"datasets.roles_to_train", "datasets.train_on_eos", "train_on_inputs",
                      "chat_template"}),
+    "ChatML": ([CHAT], {"base_model": "Qwen/Qwen3-32B", "chat_template": "chatml"},
+               {"chat_template": "recipes/chat_templates/chatml.jinja"}, set()),
     "input_output": ([{"path": "a", "type": "input_output"}], {},
                      {"sources": [{"path": "a", "format": "segments"}]}, set()),
     "tokenized": ([{"path": "a", "type": None}], {},
