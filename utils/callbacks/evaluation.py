@@ -54,11 +54,11 @@ class EarlyStopping(TrainerCallback):
         return self.judge.early_stopping_patience_counter >= self.judge.early_stopping_patience
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore the number of evaluations without improvement from a checkpoint's `state()`."""
+        """Restore the number of evaluations without improvement from a checkpoint's values."""
         self.judge.early_stopping_patience_counter = saved.get(UNIMPROVED, 0)
 
     def state(self) -> dict[str, Any]:
-        """Return the number of evaluations without improvement, to store in a checkpoint."""
+        """Return a dict to store in a checkpoint: the number of evaluations without improvement."""
         return {UNIMPROVED: self.judge.early_stopping_patience_counter}
 
     def take_evaluation(

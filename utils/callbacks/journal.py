@@ -60,7 +60,7 @@ class Journal(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Append the event `started` or `resumed`; warn about damaged lines, which stay there."""
+        """Append the event `started` or `resumed`; keep damaged lines, but warn about them."""
         if not state.is_world_process_zero:
             return
         try:
@@ -106,7 +106,7 @@ class Journal(TrainerCallback):
                 line["slowest_host"] = self.memory.by_rank[logs["slowest_rank"]]["host"]
                 self._note_slow_node(line)
         self.write(line)
-        if line["event"] != "stopped":  # finish_run logs it, with the checkpoint
+        if line["event"] != "stopped":  # finish_run logs a stop, with the checkpoint
             logger.info("%s", readable_line(line, self.stop.limit_s()))
 
     def _note_slow_node(self, line: Mapping[str, Any]) -> None:
@@ -163,9 +163,9 @@ _FIGURES = {
 }
 # A NaN of these metrics is a fault, and is shown. A NaN of other metrics means no value.
 _SHOWN_NAN = ("loss", "grad_norm")
-SLOW_LOADER = 0.01  # of a step; longer waits for data are shown
+SLOW_LOADER = 0.01  # share of a step; longer waits for data are shown
 SLOW_LOGS, SLOW_S = 10, 300.0  # a rank slowest in this many logs in a row, this long, is slow
-SLOW_RANK = 0.03  # of a step; longer waits for the slowest rank are shown
+SLOW_RANK = 0.03  # share of a step; longer waits for the slowest rank are shown
 
 
 def readable_line(line: Mapping[str, Any], limit_s: float | None = None) -> str:
@@ -231,7 +231,7 @@ class LiveView(TrainerCallback):
         if args.disable_tqdm or args.process_index or not fits_terminal():
             return
         self.state = state
-        for logs in state.log_history:  # of a resumed run
+        for logs in state.log_history:  # logs before a resume
             self.on_log(logs=logs)
         # With soft_wrap the terminal wraps log lines, and rich does not.
         console, before = Console(highlight=False, soft_wrap=True), sys.stdout

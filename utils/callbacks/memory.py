@@ -52,7 +52,7 @@ class MemoryMonitor(TrainerCallback):
     micro-batch. If the prediction is 0, no headroom is logged.
     """
 
-    by_rank: Sequence[Mapping[str, Any]] = ()  # at the last measurement
+    by_rank: Sequence[Mapping[str, Any]] = ()  # metrics of each rank at the last measurement
     # The training peak before an evaluation or a save, and the number of training logs so far.
     peak_bytes = logs = 0
     has_nvml = True  # until NVML fails

@@ -111,8 +111,8 @@ class StopWatch(TrainerCallback):
         self.budget_end = budget_end
         self.stopped = self.spent = self.evaluation_due = self.unscheduled_save = False
         self.agreement: Agreement | None = None  # while training
-        self.deadline: Deadline | None = None  # of rank 0
-        self.budget: Deadline | None = None  # of rank 0
+        self.deadline: Deadline | None = None  # of the job; only on rank 0
+        self.budget: Deadline | None = None  # of max_gpu_hours; only on rank 0
         self.found, self.reason = NOTHING, ""  # the request of this rank, and the reason
         self.looked_at = float("-inf")
         self.warned = self.save_due = self.saved_since_turn = False
@@ -121,11 +121,11 @@ class StopWatch(TrainerCallback):
         self.first_step = True
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore `evaluation_due` from a checkpoint's `state()`."""
+        """Restore `evaluation_due` from a checkpoint's values."""
         self.evaluation_due = saved.get("evaluation_due", False)
 
     def state(self) -> dict[str, Any]:
-        """Return whether a resumed run must evaluate first, to store in a checkpoint."""
+        """Return a dict to store in a checkpoint: whether a resumed run must evaluate first."""
         return {"evaluation_due": self.evaluation_due}
 
     @override
@@ -218,7 +218,7 @@ class StopWatch(TrainerCallback):
         agreed = self.agreement.result()
         if agreed >= FAILED:
             self.progress.begin(Phase.SAVE, self.step)
-            self.checkpoints.finish()  # raises
+            self.checkpoints.finish()  # raises the error of the failed save
         # A checkpoint written since this all-reduce began fulfils the request.
         if agreed == SAVING and not self.save_due:
             self._consume(SAVE)

@@ -148,7 +148,7 @@ def sources_of(dataset: Path, documents: Iterable[int]) -> dict[int, str]:
 
 
 def _printed(location: Location) -> str:
-    if location.offset and not Path(location.path).is_file():  # its lines cannot be counted
+    if location.offset and not Path(location.path).is_file():  # no file to count lines in
         return f"{location.path} (missing), line {location.number} after byte {location.offset}"
     return str(location)
 

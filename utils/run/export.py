@@ -45,7 +45,7 @@ def export_final(trainer: Any, dtype: torch.dtype) -> None:
     model = live = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     set_generation_settings(model, trainer.generation)
     wrapped = trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model
-    state = trainer.accelerator.get_state_dict(wrapped)  # other ranks may get an empty one
+    state = trainer.accelerator.get_state_dict(wrapped)  # may be empty on other ranks than 0
     if trainer.is_world_process_zero():
         if isinstance(model, PeftModel):
             trained = {name for name, value in model.named_parameters() if value.requires_grad}
@@ -152,7 +152,7 @@ def _save(
         state[name] = cast(name, state[name])
     model.config.use_cache = True  # training on packed sequences turns it off
     model.save_pretrained(str(directory), state_dict=state)
-    # save_pretrained has written the type that the model has in memory: correct it.
+    # Correct the type in the configuration: save_pretrained wrote the model's type in memory.
     config: Any = copy.deepcopy(model.config)
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if part is not None:

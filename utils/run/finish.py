@@ -76,7 +76,8 @@ def run_callbacks(
         checkpoints, progress, save_minutes=options.save_minutes or 0,
         budget_end=lambda: end_of_budget(output_dir, options.max_gpu_hours),
     )  # fmt: skip
-    # The peak of short micro-batches does not tell which batch of long ones would fit.
+    # With micro-batches padded to their longest sequence, the peak of short micro-batches does not
+    # tell whether long ones fit, so no headroom is predicted.
     memory = MemoryMonitor(0 if plan.to_longest else plan.memory.sequence_bytes)
     journal = Journal(checkpoints, memory, stop, launch.gpus)
     return Callbacks(

@@ -112,7 +112,7 @@ def check_place(plan: RunPlan) -> str:
     count = 1
     if not committed:
         most = most_at_once(keep, max(1, plan.scheduled_saves))
-        # Without a limit on their number, the user may move checkpoints away during the run.
+        # Without a limit on the number of checkpoints, the user may move some away during the run.
         count = min(most, LEAST_KEPT) if keep is None else most
     find_room(there, run_id, keep, plan.checkpoint_bytes, count)
     return f"{readable(free_bytes(there))} free ({count} more checkpoint(s) needed)"
@@ -168,7 +168,7 @@ def known_files(output_dir: Path) -> bool:
         names -= {CONFIG, REPORT}  # left by a start that ended before it wrote the rest
     if not foreign_files(output_dir / PREPARED):
         names.discard(PREPARED)  # the data of a run that has not begun
-    # Ignore hidden files: temporary files of such a start, and files of file systems.
+    # Ignore hidden files: temporary files of a start that ended early, and files of file systems.
     if others := sorted(name for name in names if not name.startswith(".")):
         raise ConfigurationError(
             f"--output_dir {output_dir} is not empty and holds no run of Stoker (it has "

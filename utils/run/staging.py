@@ -75,7 +75,7 @@ def _stage(settings: RunSettings) -> dict[tuple[str, str], tuple[Path, Path]]:
 
 
 def _changed(copies: dict[tuple[str, str], tuple[Path, Path]]) -> list[tuple[str, str]]:
-    """Return the keys of copies whose original files have changed since; warn of each."""
+    """Return the keys of copies whose original files changed after the copying; warn of each."""
     changed = list[tuple[str, str]]()
     for split, (original, copy) in copies.items():
         try:
@@ -100,7 +100,7 @@ def _folder(wanted: bool | str) -> Path:
     local = [each for each in (own, "/tmp") if _file_system(Path(each)) in LOCAL_DISKS]  # noqa: S108
     if not (chosen or local):
         raise OSError(f"{own} and /tmp are on no disk of this node: set STOKER_STAGE_DIR")
-    chosen = os.path.expanduser(chosen or local[0])  # noqa: PTH111 -- of no such user: unchanged
+    chosen = os.path.expanduser(chosen or local[0])  # noqa: PTH111 -- keeps an unknown ~USER
     if not Path(chosen).is_dir():
         raise OSError(f"{chosen} is no folder on this node: name one in STOKER_STAGE_DIR")
     folder = Path(chosen) / f"stoker-data-{os.getuid()}"
@@ -153,7 +153,7 @@ def _copy_of(original: Path, folder: Path) -> tuple[Path, Path]:
                 os.utime(lock)  # the last use
                 logger.info("stage_data: %s is read from %s", original, copy)
                 return original, copy
-            with contextlib.suppress(BlockingIOError):  # another job looks at the copy
+            with contextlib.suppress(BlockingIOError):  # another job is checking the copy
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _make(copy, files, states)
                 continue

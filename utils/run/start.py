@@ -340,11 +340,11 @@ def _compare_samples(checkpoint: Path | None, plan: RunPlan) -> None:
         return
     try:
         manifest = read_manifest(checkpoint)
-    except (DamagedCheckpointError, OSError):  # `resume_point` sets it aside
+    except (DamagedCheckpointError, OSError):  # `resume_point` renames a damaged one
         return
     step, sampler = manifest.step, plan.sampler
     jump = sampler.samples_before(step) - manifest.samples
-    if jump and manifest.samples:  # older versions did not record them
+    if jump and manifest.samples:  # older versions did not record samples
         logger.warning(
             "batch: %s comes after %s samples, and with these sizes of the global batch %s: the "
             "run %s %s samples. With the old sizes for the steps before it goes on where it was: "

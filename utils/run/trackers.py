@@ -59,7 +59,7 @@ def prepare_wandb(output_dir: Path, run_id: str) -> None:
         "PROJECT": "stoker", "DIR": str(output_dir), "RUN_ID": run_id, "RESUME": "allow",
         "NAME": output_dir.absolute().name, "QUIET": "true",
         "DATA_DIR": str(output_dir / "wandb"),  # for tables; by default below the home directory
-        "CONSOLE": "off" if fits_terminal() else "auto",  # it would record each redraw of LiveView
+        "CONSOLE": "off" if fits_terminal() else "auto",  # no redraws of LiveView
     }  # fmt: skip
     for name, value in ours.items():
         os.environ.setdefault(f"WANDB_{name}", value)
