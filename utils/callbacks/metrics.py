@@ -33,7 +33,7 @@ class MixtureShares(TrainerCallback):
 
     @override
     def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
-        """Keep the loader."""
+        """Keep the loader, which counts the tokens of each source."""
         self.loader: TrainLoader = kwargs["train_dataloader"]
 
     def metrics(self) -> dict[str, float]:

@@ -157,7 +157,7 @@ def _best_beside(found: ForeignCheckpoint, best: Path | None, *, needs_best: boo
 def _verified_copy(source: Path, expected: Manifest, output_dir: Path) -> Path:
     """Copy a checkpoint into `output_dir` under a temporary name; verify and return the copy.
 
-    Raises ConfigurationError if the copy is damaged, or its run id or step is not the `expected`.
+    Raises ConfigurationError if the copy is damaged, or not of the run and step in `expected`.
     """
     partial = output_dir / f".checkpoint-{expected.step}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process

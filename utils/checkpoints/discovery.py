@@ -279,9 +279,10 @@ def whole_checkpoints(output_dir: Path) -> list[tuple[Path, Manifest]]:
 def deletable_checkpoints(output_dir: Path) -> list[Path]:
     """Return checkpoints to delete: all but the best and the newest LEAST_KEPT whole checkpoints.
 
-    A whole checkpoint has no missing or truncated file. Checkpoints after the newest whole
-    checkpoint are not returned, because one may be a save in progress. Without a whole checkpoint
-    the result is [], because a person has to decide which checkpoint to repair.
+    A whole checkpoint has no missing or truncated file. The result includes renamed checkpoints
+    such as damaged.checkpoint-7, but no checkpoint after the newest whole one, which may be a save
+    in progress. Without a whole checkpoint the result is [], because a person has to decide which
+    checkpoint to repair.
     """
     if not (whole := whole_checkpoints(output_dir)):
         return []

@@ -65,10 +65,10 @@ def merged_model(
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """Return the model without adapters, on the meta device, and its tensors with adapters merged.
 
-    `state` has all tensors by PEFT's names. The result has type `dtype`. Adapters are merged in
-    float32 on the CPU, one module after another. Tied tensors that differ after training are no
-    longer tied. Weights in 4 bits are dequantized before merging, because the adapters were trained
-    with the dequantized values.
+    `state` has all tensors by PEFT's names. Adapters are merged in float32 on the CPU, one module
+    after another, and the merged tensors get the type `dtype`. Tied tensors that differ after
+    training are no longer tied. Weights in 4 bits are dequantized before merging, because the
+    adapters were trained with the dequantized values.
     """
     live: Any = model.get_base_model()
     config = copy.deepcopy(live.config)

@@ -114,8 +114,7 @@ def start_process(settings: RunSettings) -> LaunchFacts:
         for name in ("NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG"):
             os.environ.setdefault(name, "INFO")
     launch = _planned_launch(settings) if settings.run.dry_run else _launch(settings)
-    # Rank 0 decides, because online and offline ranks could load different commits.
-    if on_rank_0(lambda: _settle_hub(settings)):
+    if on_rank_0(lambda: _settle_hub(settings)):  # so that all ranks load the same commits
         stay_offline()
     report_strategy(settings, launch)
     if launch.device == "cpu" and not on_a_login_node(settings, launch):
@@ -361,7 +360,7 @@ def check_progress(
 
     `starts` is the list in provenance.json. `job` is the result of `slurm_job`. A job that was not
     requeued passes. Restarts inside a job pass and are not counted, because the job script itself
-    requeues the job after two such restarts at the same step.
+    requeues the job after two starts at the same step.
     """
     if job is None or int(job["restart_count"] or 0) == 0 or int(job.get("restart_in_job") or 0):
         return
