@@ -222,8 +222,13 @@ def derive_batch_sizes(values: SettingValues) -> None:
     by_step, name = values["batch_warmup"], "global_batch_size"
     if by_step:
         total, name = math.gcd(*batch_sizes(total, by_step).values()), "batch_warmup"
+    elif values["suggest"] and total % ranks:
+        why = f"--suggest: {values.shown(name)} does not divide over {counted_ranks(ranks)}"
+        total = max(round(total / ranks), 1) * ranks
+        values.derive(name, total, why)
     smaller = fitting_micro_batch(total, micro, ranks)
     may_change = micro_rank < max(values.rank("global_batch_size"), 1) or total % micro == 0
+    may_change |= values["suggest"]
     if 0 < smaller < micro and may_change:
         why = f"{values.shown(name)} divides over {ranks} x {smaller}"
         values.derive("per_device_train_batch_size", smaller, why)

@@ -108,7 +108,7 @@ def _missing_files(
     folders: dict[str, Path] = {}
     sizes: dict[str, int] = {}  # by path
     downloads: list[Download] = []
-    problems = []
+    problems: dict[str, list[str]] = {}  # names by fault
     for given, detail in [*named, *weights.items()]:
         try:
             wanted = (_dataset if isinstance(detail, Source) else _model)(cache, given, detail)
@@ -120,7 +120,7 @@ def _missing_files(
                 logger.warning("%s: using the cache of the Hub", error.__cause__ or error)
                 stay_offline()
                 return fetch(arguments), [], 0
-            problems.append(f"{given}: {describe_fault(error)}")
+            problems.setdefault(describe_fault(error), []).append(given)
             continue
         if wanted:
             folders[given] = cache.snapshot(wanted.kind, wanted.name, wanted.revision.resolved)
@@ -133,7 +133,9 @@ def _missing_files(
             downloads.append(wanted)
             sizes |= own
     if problems:
-        raise ConfigurationError(problems)
+        raise ConfigurationError(
+            [f"{', '.join(names)}: {text}" for text, names in problems.items()]
+        )
     return folders, downloads, sum(sizes.values())
 
 
@@ -204,10 +206,7 @@ def describe_fault(error: Exception) -> str:
 
     text = " ".join((str(error) or repr(error)).split()).rstrip(".")
     if _is_unreachable(error):
-        return (
-            f"{error.__cause__ or text}. Run this command where there is a network; with "
-            "--offline_dir DIR it gathers what machines without one need"
-        )
+        return f"{error.__cause__ or text}. Run this command where there is a network"
     if "scripts are no longer supported" in text:
         return f"{text}. Most such datasets have Parquet files: give revision: {PARQUET_BRANCH}"
     known = errors.HfHubHTTPError | errors.DryRunError | FileNotFoundError | ValueError

@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import planned
 import pytest
 import tiny
 from transformers import AutoConfig
@@ -153,3 +154,19 @@ def test_groups_that_share_sequences_are_not_counted_as_ranks():
         ConfigurationError, match=r"3 sequences, .*: use at most 6 ranks, a shorter"
     ):
         plan_steps(settings, data, launch, Report())
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "chosen", "rows"),
+    [(4, 4, 8, 1), (20, 1, 16, 1), (23, 3, 24, 3), (16, 3, 16, 2)],
+)
+def test_a_suggestion_goes_on_with_the_nearest_batch_that_divides(batch, micro, chosen, rows):
+    given = planned.settings(
+        use_cpu=None, bf16=None, dry_run="true", assume="8xH100-80GB", suggest="true",
+        strategy="fsdp2", global_batch_size=batch, per_device_train_batch_size=micro,
+    )  # fmt: skip
+    assert given.run.global_batch_size == chosen
+    assert given.training.per_device_train_batch_size == rows
+    said = [note for note in given.values.notes if note.startswith("global_batch_size")]
+    expected = f"global_batch_size {chosen}: --suggest: global_batch_size {batch} (--global_batch"
+    assert [note.startswith(expected) for note in said] == [True] * (chosen != batch)
