@@ -21,7 +21,7 @@ import torch
 from transformers import AutoConfig
 
 from utils.checkpoints.discovery import own_checkpoint
-from utils.checkpoints.files import file_digests
+from utils.checkpoints.files import DamagedCheckpointError, file_digests, read_manifest
 from utils.checkpoints.record import RunRecord, settings_in_force
 from utils.config.arguments import train_sources
 from utils.config.declarations import is_true, shown
@@ -39,6 +39,7 @@ from utils.launch.slurm import job_times
 from utils.model.architecture import causal_lm_class
 from utils.model.weights import base_weights, model_contents
 from utils.plan.run_data import RunData
+from utils.plan.run_plan import RunPlan
 
 logger = logging.getLogger(__name__)
 
@@ -236,6 +237,26 @@ def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         **{"callbacks": {}, "loss": {}, **facts.get("own_code", {})},
     }
     return {name: each if any(each.values()) else {} for name, each in held.items()}
+
+
+def compare_samples(checkpoint: Path | None, plan: RunPlan) -> None:
+    """Log a warning if other sizes of the global batch let the run leave out or repeat samples."""
+    if checkpoint is None:
+        return
+    try:
+        manifest = read_manifest(checkpoint)
+    except (DamagedCheckpointError, OSError):  # `resume_point` renames a damaged one
+        return
+    step, sampler = manifest.step, plan.sampler
+    jump = sampler.samples_before(step) - manifest.samples
+    if jump and manifest.samples:  # older versions did not record samples
+        logger.warning(
+            "batch: %s comes after %s samples, and with these sizes of the global batch %s: the "
+            "run %s %s samples. With the old sizes for the steps before it goes on where it was: "
+            "global_batch_size: {0: ..., %d: %d}",
+            checkpoint.name, f"{manifest.samples:,}", f"{manifest.samples + jump:,}",
+            "leaves out" if jump > 0 else "repeats", f"{abs(jump):,}", step, sampler.size_at(step),
+        )  # fmt: skip
 
 
 def accepted_changes(

@@ -28,7 +28,6 @@ from utils.checkpoints.files import (
     FINAL,
     OWN_STATE,
     PROVENANCE,
-    DamagedCheckpointError,
     Manifest,
     check_layout,
     read_manifest,
@@ -68,7 +67,13 @@ from utils.plan.run_data import RunData
 from utils.plan.run_plan import RunPlan, on_a_login_node, tracker_name
 from utils.publish.hub import NO_TOKEN
 from utils.run.preflight import check_place, check_same_start, check_storage, known_files
-from utils.run.provenance import accepted_changes, identity_facts, slurm_job, write_provenance
+from utils.run.provenance import (
+    accepted_changes,
+    compare_samples,
+    identity_facts,
+    slurm_job,
+    write_provenance,
+)
 from utils.run.trackers import prepare_trackers
 
 logger = logging.getLogger(__name__)
@@ -308,7 +313,7 @@ def find_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
     if known or foreign or not dry_run:
         facts = {"script": settings.script, **identity_facts(settings, data)}
         derived = {"dataloader_num_workers": plan.data_workers, "compile": plan.compiled}
-        _compare_samples(own_checkpoint(output_dir) if foreign is None else foreign.directory, plan)
+        compare_samples(foreign.directory if foreign else own_checkpoint(output_dir), plan)
         facts |= accepted_changes(record, settings, facts, derived, resumes=foreign is not None)
     run_id = RunRecord(record).run_id or uuid.uuid4().hex
     checkpoint = resume_point(output_dir, run_id, dry_run=dry_run) if known else None
@@ -331,26 +336,6 @@ def find_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
     done = read_manifest(checkpoint).step >= plan.total_steps
     done |= patience is not None and own_state.get(UNIMPROVED, 0) >= patience
     return Run(run_id, str(checkpoint), has_final and done, facts)
-
-
-def _compare_samples(checkpoint: Path | None, plan: RunPlan) -> None:
-    """Log a warning if other sizes of the global batch let the run leave out or repeat samples."""
-    if checkpoint is None:
-        return
-    try:
-        manifest = read_manifest(checkpoint)
-    except (DamagedCheckpointError, OSError):  # `resume_point` renames a damaged one
-        return
-    step, sampler = manifest.step, plan.sampler
-    jump = sampler.samples_before(step) - manifest.samples
-    if jump and manifest.samples:  # older versions did not record samples
-        logger.warning(
-            "batch: %s comes after %s samples, and with these sizes of the global batch %s: the "
-            "run %s %s samples. With the old sizes for the steps before it goes on where it was: "
-            "global_batch_size: {0: ..., %d: %d}",
-            checkpoint.name, f"{manifest.samples:,}", f"{manifest.samples + jump:,}",
-            "leaves out" if jump > 0 else "repeats", f"{abs(jump):,}", step, sampler.size_at(step),
-        )  # fmt: skip
 
 
 def check_progress(
