@@ -1,7 +1,8 @@
 """`python -m utils.importing FILE`: another toolkit's config becomes a data and a training recipe.
 
 toolkits     the keys of axolotl, LLaMA-Factory and TRL; the state of a conversion
-sources      converts the datasets of a config to the data recipe
+sources      converts the datasets of a config to entries of a data recipe
+data_recipes converts the other data settings; one recipe for each kind of documents
 conversion   converts all other keys to the training recipe; notes keys without a counterpart
 __main__     prints both recipes, or writes them into a folder
 """

@@ -22,29 +22,32 @@ CHANGED = "This changes the training, or may:"
 def recipe_texts(given: "Conversion", folder: Path) -> dict[Path, str]:
     """Return {file: text} of the recipes and of the files that they need. folder: for these files.
 
-    The other files are functions that build prompts, and a chat template from the config. The data
-    recipe is the last but one, the training recipe the last.
+    The other files are functions that build prompts, and a chat template from the config. The
+    training recipe is the last, the data recipes come before it.
     """
     source, script = given.path, "pretrain.py" if given.pretraining else "sft_train.py"
-    data, run = folder / f"{source.stem}_data.yaml", folder / f"{source.stem}.yaml"
+    run, code = folder / f"{source.stem}.yaml", folder / f"{source.stem}_format.py"
     texts = {}
     if given.functions:
-        code = folder / f"{source.stem}_format.py"
         texts[code] = f"# Prompts of {source.name!r}, as {given.kind} makes them.\n"
         texts[code] += "".join(given.functions.values())
-        for entry in (*given.data["sources"], *given.data.get("eval_sources", ())):
-            if isinstance(entry, dict) and entry.get("format") in given.functions:
-                entry["format"] = f"{code}:{entry['format']}"
     if given.template:
         template = folder / f"{source.stem}.jinja"
         texts[template] = given.template
         given.data["chat_template"] = str(template)
-    values = {key: (value, "") for key, value in given.data.items() if value not in (None, {}, "")}
-    for file, command, recipe in ((data, "prepare_data.py", values), (run, script, given.run)):
+    made = [(run, script, given.run)]
+    for number, recipe in enumerate(given.data_recipes(), 1):
+        for entry in (*recipe["sources"], *recipe.get("eval_sources", ())):
+            if isinstance(entry, dict) and entry.get("format") in given.functions:
+                entry["format"] = f"{code}:{entry['format']}"
+        file = folder / f"{source.stem}_data{f'_{number}' if number > 1 else ''}.yaml"
+        lines = {key: (value, "") for key, value in recipe.items()}
+        made.insert(-1, (file, "prepare_data.py", lines))
+    for file, command, lines in made:
         head = f"# Made from {source.name} of {given.kind}:\n#   python {command} --config {file}\n"
         if file == run and given.changes:
             head += f"# {CHANGED}\n{listing(given.changes, '#   ')}"
-        texts[file] = head + "".join(entry_text(key, *entry) for key, entry in recipe.items())
+        texts[file] = head + "".join(entry_text(key, *entry) for key, entry in lines.items())
     if given.notes:
         notes = listing(given.notes, "#   ")
         texts[run] += f"\n# Without a counterpart, or done otherwise:\n{notes}"
@@ -60,14 +63,14 @@ def listing(reasons: Mapping[str, Sequence[str]], margin: str) -> str:
 def next_steps(given: "Conversion", files: Sequence[Path]) -> str:
     """Return the text to print: what changes the training, and the commands to prepare and train.
 
-    files: those of `recipe_texts`, the data recipe and the training recipe last.
+    files: those of `recipe_texts`.
     """
     changes = f"\n{CHANGED}\n{listing(given.changes, '  ')}" if given.changes else ""
     script = "pretrain.py" if given.pretraining else "sft_train.py"
-    return (
-        f"{changes}\nNext:\n  python prepare_data.py --config {files[-2]}\n"
-        f"  python {script} --config {files[-1]}\n"
-    )
+    *data, run = (file for file in files if file.suffix == ".yaml")
+    commands = [*given.commands, *(f"python prepare_data.py --config {file}" for file in data)]
+    lines = "".join(f"  {each}\n" for each in (*commands, f"python {script} --config {run}"))
+    return f"{changes}\nNext:\n{lines}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from utils.config.recipes import load_file
 from utils.config.refusals import check_forms, check_run
 from utils.config.rules import MOOT, RULES
 from utils.config.settings import derive_evaluation
-from utils.importing.sources import convert_data
+from utils.importing.data_recipes import convert_data, limit_tokens
 from utils.importing.toolkits import (
     BY_DEFAULT,
     CHANGES,
@@ -65,7 +65,10 @@ def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
         _convert_output_dir(given, name)
         given.move("model_name_or_path")
         convert_data(given, f"data/{name}")
+        _convert_weights(given)
+        _convert_order(given)
         _convert_batch(given)
+        limit_tokens(given)
         _convert_times(given)
         _convert_optimizer(given)
         _convert_adapter(given)
@@ -114,6 +117,32 @@ def _convert_output_dir(given: Conversion, name: str) -> None:
     given.run.setdefault("output_dir", (folder, ""))
 
 
+def _convert_weights(given: Conversion) -> None:
+    """Convert reinit_weights: the configuration of the model without its weights."""
+    if given.take("reinit_weights"):
+        model, _ = given.run.pop("model_name_or_path")
+        folder = model if Path(model).is_dir() else f"models/{Path(model).name}"
+        if folder != model:
+            given.commands.append(f"hf download {model} config.json --local-dir {folder}")
+        given.put("model_config", f"{folder}/config.json", "reinit_weights", "reinit_weights")
+
+
+def _convert_order(given: Conversion) -> None:
+    """Convert a fixed order of the documents, which axolotl calls curriculum_sampling."""
+    shuffled = given.value("shuffle_merged_datasets", True)
+    packed = given.take("sample_packing_sequentially")
+    if given.take("curriculum_sampling"):
+        given.put("order", "sequential", "curriculum_sampling")
+        if shuffled and len(given.data["sources"]) + len(given.more_data) > 1:
+            why = "axolotl shuffles several datasets once; here their order stays"
+            given.change("curriculum_sampling", why)
+    elif given.pretraining and not shuffled:  # a stream
+        given.put("order", "sequential", "shuffle_merged_datasets: false")
+    elif packed and given.value("packing"):
+        given.put("packing", "in_order", "sample_packing_sequentially")
+        given.take("packing")
+
+
 def _convert_batch(given: Conversion) -> None:
     total = given.take("total_batch_size")
     steps = given.value("gradient_accumulation_steps")
@@ -135,7 +164,8 @@ def _convert_batch(given: Conversion) -> None:
         size = micro * steps * max(given.gpus // shared, 1)
         given.run["global_batch_size"] = (size, product)
     packed, kind = given.value("packing", False), given.value("packing_strategy")
-    if packed in (False, "none") and not given.pretraining:
+    done = given.pretraining or "packing" in given.run
+    if packed in (False, "none") and not done:
         given.put("packing", "none", "not packed there; best_fit is faster, with a smaller batch")
     elif "wrapped" in (packed, kind):
         given.take("packing_strategy")

@@ -1,4 +1,4 @@
-"""Conversion of the datasets in another toolkit's config to `sources` and `eval_sources`."""
+"""Conversion of the datasets in another toolkit's config to entries of a data recipe."""
 
 import json
 import re
@@ -10,96 +10,14 @@ from typing import Any
 
 from utils.config.declarations import Given
 from utils.config.preparation import COLUMNS, MESSAGE_KEYS, MESSAGE_ROLES
-from utils.importing.toolkits import BY_DEFAULT, DATA, Conversion, is_off, listed
+from utils.importing.toolkits import DATA, Conversion, is_off, listed
 
 # Models whose template prints an empty thought, which axolotl does not train on.
 EMPTY_THOUGHTS = re.compile(r"qwen-?3(?!.*(2507|coder|vl|omni|next|embedding))", re.IGNORECASE)
-NO_LIMIT = 8192  # sequence_length in tokens if the config has no limit
-NUMBER = "{0} documents there, a share here: write {0} / number of documents as validation_fraction"
 Entries = list[dict[str, Any]]
 
 
-def convert_data(given: Conversion, folder: str) -> None:
-    """Fill the data recipe and the data settings of the training recipe.
-
-    folder: where `prepare_data.py` will write the datasets.
-    """
-    given.data["sources"] = [
-        each["path"] if each.keys() == {"path"} else each for each in _read(given, "sources")
-    ]
-    masked = given.kind != "trl" or given.take("assistant_only_loss")
-    if not (masked or given.pretraining or "dataset_text_field" in given.given):
-        given.change("assistant_only_loss: false", "of a chat TRL trains on every token, Stoker on "
-                     "the answers; plain text is trained on whole in both")  # fmt: skip
-    given.run["train_data"] = ([f"{folder}/train"], "")
-    _hold_out(given, folder)
-    given.take("dataset_dir")
-    formats = [each.get("format") for each in given.data["sources"] if isinstance(each, dict)]
-    if len(given.data["sources"]) == sum(each in given.functions for each in formats):
-        given.drop("train_on_inputs", BY_DEFAULT)
-    length, overlong = given.value("sequence_length"), given.take("overlong")
-    if length is None:
-        length, overlong = NO_LIMIT, "error"
-        given.drop("sequence_length", f"no limit there: raise {NO_LIMIT} until every document fits")
-        given.given["sequence_length"] = Given(length, "no limit there")
-    given.move("sequence_length")
-    if not given.pretraining:
-        given.data["sequence_length"] = length
-        given.data["on_overlong"] = "error" if overlong == "raise" else overlong
-    tokens = given.take("add_tokens")
-    if isinstance(tokens, Mapping):
-        given.note("tokens", "special tokens are those of the tokenizer")
-    elif tokens:
-        given.data["add_tokens"] = listed(tokens)
-    given.data["num_proc"] = given.take("num_proc") or None
-    _convert_template(given)
-    given.data["output_dir"] = folder
-    tokenizer = given.take("tokenizer_config") or given.take("tokenizer_name_or_path")
-    model, _ = given.run.get("model_name_or_path", ("", ""))
-    given.data["tokenizer_name_or_path"] = tokenizer or model
-
-
-def _convert_template(given: Conversion) -> None:
-    """Convert the chat template (a name, a text or a file) and its variables."""
-    variables = {**(given.take("chat_template_kwargs") or {})}
-    if (thinking := given.take("enable_thinking")) is not None:
-        variables["enable_thinking"] = thinking
-    given.data["chat_template_kwargs"] = variables
-    named = DATA["templates"].get(given.kind, {})
-    for key in ("template", "chat_template", "chat_template_jinja", "chat_template_path"):
-        text = named.get(str(given.value(key)), str(given.value(key)))
-        if "{" in text:
-            given.template = text
-            given.take(key)
-        elif text.endswith(".jinja"):
-            given.data["chat_template"] = text
-            given.take(key)
-
-
-def _hold_out(given: Conversion, folder: str) -> None:
-    """Convert the evaluation data: named datasets, or a share of the training documents."""
-    splits = []
-    if given.value("eval_sources"):
-        found = _read(given, "eval_sources")
-        held_out = [{"name": f"heldout_{n}" if n else "heldout", **e} for n, e in enumerate(found)]
-        given.data["eval_sources"] = held_out
-        splits = [each["name"] for each in held_out]
-    share = given.value("validation")
-    if isinstance(share, float | int) and share > 0:
-        source = given.given.pop("validation").source
-        if share >= 1 and given.kind == "trl" and given.value("eval_strategy", "no") == "no":
-            given.change(source, f"{share} documents are held out there, none are here")
-        else:
-            given.data["validation_fraction"] = float(share)
-            splits.append("validation")
-            if share >= 1:
-                given.change(source, NUMBER.format(share))
-    given.drop("validation", "nothing is held out")
-    if splits:
-        given.put("eval_data", [f"{folder}/{split}" for split in splits])
-
-
-def _read(given: Conversion, name: str) -> Entries:
+def read_sources(given: Conversion, name: str) -> Entries:
     """Return the datasets in the setting `name` as entries of our data recipe; add notes."""
     reader = {"axolotl": _axolotl, "llamafactory": _factory, "trl": _trl}[given.kind]
     source = given.given[name].source

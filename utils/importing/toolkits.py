@@ -63,9 +63,10 @@ class Conversion:
     """The state of a conversion: the rest of another toolkit's config, and our two recipes.
 
     given: {our name: value} of settings that are not converted yet. run: {setting: (value,
-    comment)} of the training recipe. data: settings of the data recipe. changes: {how the training
-    differs: keys}. notes: {reason: other keys without a counterpart}. functions: {name: Python code
-    of a row format}.
+    comment)} of the training recipe. data: settings of the data recipe. more_data: what
+    further data recipes have in place of it. changes: {how the training
+    differs: keys}. notes: {reason: other keys without a counterpart}. commands: to run before
+    the preparation. functions: {name: Python code of a row format}.
     """
 
     def __init__(self, kind: str, entries: Mapping[str, tuple[Any, int]], path: Path, gpus: int):
@@ -74,8 +75,10 @@ class Conversion:
         self.made_of: dict[str, str] = {}  # {setting: the config's key that it comes from}
         self.run: dict[str, tuple[Any, str]] = {}
         self.data: dict[str, Any] = {}
+        self.more_data: list[dict[str, Any]] = []
         self.changes: dict[str, list[str]] = {}
         self.notes: dict[str, list[str]] = {}
+        self.commands: list[str] = []
         self.functions: dict[str, str] = {}
         self.template = ""  # text of a chat template inside the config
         self.given: dict[str, Given] = {}
@@ -150,6 +153,12 @@ class Conversion:
                 self.leave_all(f"{path}.{key}", value)
             else:
                 self.leave(f"{path}.{key}", value)
+
+    def data_recipes(self) -> list[dict[str, Any]]:
+        """Return the settings of each data recipe, without empty ones."""
+        common = {name: value for name, value in self.data.items() if name != "eval_sources"}
+        recipes = [self.data, *({**common, **own} for own in self.more_data)]
+        return [{k: v for k, v in each.items() if v not in (None, {}, "")} for each in recipes]
 
     def put(self, name: str, value: Any, comment: str = "", key: str = "") -> None:
         """Add a setting to the training recipe. Add a note if `value` is our default.

@@ -99,7 +99,8 @@ PUBLISHED = {
         AXOLOTL, {"pretraining_dataset": [{"path": "allenai/c4", "name": "en", "type": "pretrain"}],
                   "max_steps": 100, "wandb_project": "mine", "val_set_size": None},
         {"report_to": ["wandb"], "max_steps": 100, "packing": None},
-        {"sources": [{"path": "allenai/c4", "subset": "en", "format": "text"}],
+        {"sources": [{"path": "allenai/c4", "subset": "en", "format": "text",
+                      "max_tokens": 28_835_840}],
          "sequence_length": None, "on_overlong": None},
     ),
     "llamafactory lora": (
@@ -291,7 +292,7 @@ def test_names_of_a_config_stay_in_comments(made, tmp_path):
     datasets = [{"path": "a", "type": "x\noutput_dir: elsewhere"}, {"path": "b", "type": "alpaca"}]
     path = made({**AXOLOTL, "datasets": datasets, "k\ncallbacks: [their.py:Code]\n#": 1})
     path = path.rename(tmp_path / 'a""" + code.yaml')
-    code, _, recipe = recipe_texts(convert(path), tmp_path).values()
+    code, *_, recipe = recipe_texts(convert(path), tmp_path).values()
     assert "callbacks: [their.py:Code] #: unknown here" in recipe
     assert yaml.safe_load(recipe)["output_dir"] == "outputs/a-code"
     assert "callbacks" not in yaml.safe_load(recipe)
@@ -419,7 +420,7 @@ def outcome(convert_config, config):
     """Return the lines of both recipes and the keys of all notes."""
     found = convert_config(config)
     keys = {key for keys in (*found.notes.values(), *found.changes.values()) for key in keys}
-    return (found.run, found.data, found.template), keys
+    return (found.run, found.data_recipes(), found.template), keys
 
 
 def unaccounted(convert_config, config):
@@ -458,7 +459,8 @@ def test_every_key_is_converted_or_named(name, made, tmp_path, monkeypatch):
         if key != "sources":
             assert found.data.get(key) == expected
             continue
-        for entry, lines in zip(found.data["sources"], expected, strict=True):
+        sources = [entry for recipe in found.data_recipes() for entry in recipe["sources"]]
+        for entry, lines in zip(sources, expected, strict=True):
             assert {line: entry.get(line) for line in lines} == lines
 
 

@@ -8,7 +8,7 @@ import yaml
 from test_importing import ALPACA, AXOLOTL, FACTORY, LORA, TRL
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from utils.importing.__main__ import CHANGED, main
+from utils.importing.__main__ import CHANGED, main, recipe_texts
 from utils.importing.conversion import convert
 from utils.importing.toolkits import DATA
 
@@ -152,3 +152,95 @@ def test_chatml_prints_what_axolotl_prints():
     assert texts[0] == texts[1]
     trained = [texts[1][0][slice(*span)] for span in spans[1][0]]
     assert trained == ["text 2<|im_end|>", "text 4<|im_end|>"]
+
+
+# Configs of several datasets, then train_data, eval_data and the sources of each data recipe.
+TWO_KINDS = [*CHAT, {"path": "b.jsonl", "type": "alpaca"}, {"path": "c", "type": "chat_template"}]
+MIXED = {"mix_strategy": "interleave_over", "interleave_probs": "0.3,0.7", "val_size": 0}
+APART = {
+    "chats and prompts": (
+        {**FULL, "datasets": TWO_KINDS, "chat_template_kwargs": {"a": 1},
+         "test_datasets": [{"path": "d", "type": "alpaca"}]},
+        ["data/made/train", "data/made-2/train"],
+        ["data/made-2/heldout", "data/made/validation", "validation_2=data/made-2/validation"],
+        [["a", "c"], ["b.jsonl"]],
+    ),
+    "a mixture": (
+        {**FACTORY, **MIXED}, ["data/made/train=0.3", "data/made-2/train=0.7"], None,
+        [["sources/identity"], ["sources/alpaca_en"]],
+    ),
+    "an even mixture": (
+        {**FACTORY, "mix_strategy": "interleave_under"},
+        ["data/made/train=1", "data/made-2/train=1"], None,
+        [["sources/identity"], ["sources/alpaca_en"]],
+    ),
+    "joined": ({**FACTORY, "mix_strategy": "concat"}, ["data/made/train"], None,
+               [["sources/identity", "sources/alpaca_en"]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", APART)
+def test_datasets_that_one_recipe_cannot_hold_are_prepared_apart(name, made, tmp_path, capsys):
+    config, train_data, eval_data, paths = APART[name]
+    found = convert(made(config))
+    assert found.run["train_data"][0] == train_data
+    assert found.run.get("eval_data", (None,))[0] == eval_data
+    texts = recipe_texts(found, tmp_path / "ours")
+    data = [yaml.safe_load(text) for file, text in texts.items() if "_data" in file.name]
+    named = [[e["path"] if isinstance(e, dict) else e for e in each["sources"]] for each in data]
+    assert named == paths
+    assert all(each["tokenizer_name_or_path"] == data[0]["tokenizer_name_or_path"] for each in data)
+    is_mixed = "mix_strategy" in changes(found)
+    assert is_mixed is ("mixture" in name)
+    if name == "chats and prompts":
+        assert [each.get("chat_template_kwargs") for each in data] == [{"a": 1}, None]
+        assert [len(each.get("eval_sources", ())) for each in data] == [0, 1]
+        assert data[1]["sources"][0]["format"] == f"{tmp_path}/ours/made_format.py:alpaca"
+    assert main([str(tmp_path / "made.yaml"), "--output_dir", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert said.count("python prepare_data.py --config") == len(paths)
+
+
+STREAM = {**FULL, "datasets": None, "pretraining_dataset": [{"path": "allenai/c4", "name": "en"}],
+          "max_steps": 100, "val_set_size": None}  # fmt: skip
+
+
+def test_a_stream_is_prepared_for_its_steps_alone(made):
+    found = convert(made(STREAM), gpus=2)
+    tokens = 100 * (2 * 4 * 2) * 4096
+    assert tokens < found.data["sources"][0]["max_tokens"] <= 1.1 * tokens + 1
+    (source,) = convert(made({**STREAM, "max_steps": None})).data["sources"]
+    assert "max_tokens" not in source
+
+
+@pytest.mark.parametrize(
+    ("config", "order", "packing", "listed"),
+    [
+        ({"curriculum_sampling": True, "sample_packing": True}, "sequential", None, False),
+        ({"curriculum_sampling": True}, "sequential", "none", False),
+        ({"curriculum_sampling": True, "datasets": ALPACA * 2, "sample_packing": True},
+         "sequential", None, True),
+        ({"curriculum_sampling": True, "datasets": ALPACA * 2, "sample_packing": True,
+          "shuffle_merged_datasets": False}, "sequential", None, False),
+        ({"sample_packing_sequentially": True, "sample_packing": True}, None, "in_order", False),
+        ({"shuffle_merged_datasets": False, "sample_packing": True}, None, None, False),
+        ({**STREAM, "shuffle_merged_datasets": False}, "sequential", None, False),
+    ],
+)  # fmt: skip
+def test_the_order_of_a_curriculum_stays(config, order, packing, listed, made):
+    found = convert(made({**FULL, **config}))
+    assert found.run.get("order", (None,))[0] == order
+    assert found.run.get("packing", (None,))[0] == packing
+    assert ("curriculum_sampling" in changes(found)) is listed
+    assert "sample_packing_sequentially" not in changes(found)
+
+
+def test_reinit_weights_trains_the_configuration_of_the_model(made, tmp_path, capsys):
+    path = made({**STREAM, "base_model": "Qwen/Qwen2.5-0.5B", "reinit_weights": True})
+    found = convert(path)
+    assert "model_name_or_path" not in found.run
+    assert found.run["model_config"][0] == "models/Qwen2.5-0.5B/config.json"
+    assert found.data["tokenizer_name_or_path"] == "Qwen/Qwen2.5-0.5B"
+    assert main([str(path), "--output_dir", str(tmp_path / "out")]) == 0
+    command = "hf download Qwen/Qwen2.5-0.5B config.json --local-dir models/Qwen2.5-0.5B\n"
+    assert f"Next:\n  {command}" in capsys.readouterr().out
