@@ -4,7 +4,6 @@ A converted message has a role, its content as one text, its tool calls as objec
 if it is excluded from training. Unknown keys stay, because a template may read them.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -15,10 +14,14 @@ from utils.prepare.values import (
     ASSISTANT,
     MEDIA_KINDS,
     UnusableRowError,
+    as_json,
     check_text,
     decoded,
+    given_twice,
     refuse_media,
     renamed_message,
+    split_thought,
+    thought_text,
     wrong_type,
 )
 
@@ -95,7 +98,7 @@ def messages_of(
             message = _message(where, single)
             before = found[-1] if found else {}
             same = all(before.get(key) == message.get(key) for key in ("role", "weight"))
-            if same and role_word(single) in CALL_ROLES:
+            if same and role_word(single) in CALL_ROLES and not message["content"]:
                 before["tool_calls"] = [*before.get("tool_calls", ()), *message["tool_calls"]]
             else:
                 found.append(message)
@@ -121,8 +124,8 @@ def check_answers(
 ) -> None:
     """Raise UnusableRowError if messages[first_trained:] have no answer, or an empty answer.
 
-    An empty answer would train only the end token. Answers with `weight: 0` may be empty. column:
-    the name of the messages in the error.
+    An answer with a thought alone counts as empty: it was cut off. Answers with `weight: 0` may be
+    empty. column: the name of the messages in the error.
     """
     answers = [m for m in messages[first_trained:] if m["role"] == ASSISTANT]
     if not answers:
@@ -134,10 +137,12 @@ def check_answers(
     # Count answers, not messages: the system message may come from a column.
     for number, answer in enumerate(answers, 1):
         if answer.get("weight") != 0 and _says_nothing(answer):
+            thinks = any(str(answer.get(key) or "").strip() for key in ("content", *_REASONING))
+            what = "no text after its thought" if thinks else "no text"
             raise UnusableRowError(
                 "empty",
-                f"answer {number} of {column} has no text, which would train the "
-                "end of a turn alone; give it weight: 0, or leave the chat out",
+                f"answer {number} of {column} has {what}, so the model would learn to end its turn "
+                "there; give it weight: 0, or leave the chat out",
             )
 
 
@@ -211,24 +216,19 @@ def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     parts: list[Any] = []
     if isinstance(content, Mapping) and message["role"] == "tool":
-        message["content"] = _as_json(where, content)
+        message["content"] = as_json(where, content)
     elif isinstance(content, list | Mapping):
         parts = content if isinstance(content, list) else [content]
         said = _read_parts(where, parts, message["role"])
         if both := [key for key in said if key != "content" and message.get(key)]:
-            raise _twice(where, both[0], "the same among its parts")
+            raise given_twice(where, both[0], "the same among its parts")
         message |= said
     calls = {key: found for key in _CALL_KEYS if (found := decoded(message.pop(key, None)))}
     if len(calls) > 1:
-        raise _twice(where, *calls)
+        raise given_twice(where, *calls)
     for found in calls.values():
         message["tool_calls"] = tool_calls_of(where, found)
-    thoughts = {key: _thought_text(message[key]) for key in _REASONING if message.get(key)}
-    for key, thought in thoughts.items():
-        check_text(f"{key!r} of {where}", thought)
-        message |= {key: thought, "reasoning_content": thought}
-    if len(set(thoughts.values())) > 1:
-        raise _twice(where, *thoughts)
+    message |= _reasoning(where, message)
     if message["role"] == "tool" or any(key in message for key in ("tool_calls", *_REASONING)):
         message.setdefault("content", "")
     if "content" in message:
@@ -236,12 +236,6 @@ def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
     refuse_media(where, message)
     _check_says_something(where, message, text_key)
     return _with_weight(where, message, parts)
-
-
-def _twice(where: str, *names: str) -> UnusableRowError:
-    """Return the error about a message with the same content under two keys, `names`."""
-    problem = f"{where} has {' and '.join(map(repr, names))}: keep one of them"
-    return UnusableRowError("wrong_type", problem)
 
 
 def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -264,13 +258,14 @@ def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict
     text_keys = _CONTENT if role_key == "role" else ("value", *_CONTENT)
     text_key = next((key for key in text_keys if key in message), text_keys[0])
     if text_key != "content" and message.get("content"):
-        raise _twice(where, text_key, "content")
+        raise given_twice(where, text_key, "content")
     others = {k: v for k, v in message.items() if k not in (role_key, text_key)}
     role = ROLES.get(word, word if word in OWN_ROLES else given)
     content = {"content": message[text_key]} if text_key in message else {}
     if word in CALL_ROLES:
-        calls = tool_calls_of(where, decoded(message.get(text_key)))
-        return {"role": ASSISTANT, **others, "content": "", "tool_calls": calls}, text_key
+        thought, call = split_thought(message.get(text_key))  # as in LLaMA-Factory
+        calls = tool_calls_of(where, decoded(call))
+        return {"role": ASSISTANT, **others, "content": thought, "tool_calls": calls}, text_key
     return {"role": role, **others, **content}, text_key
 
 
@@ -283,14 +278,14 @@ def _read_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
             kind = "thinking" if part.get("thought") is True else str(part.get("type", "text"))
             names = (kind, "text", "value", "content")
             said = next((part[name] for name in names if part.get(name) is not None), None)
-        if kind in ("reasoning", "thinking") and isinstance(thought := _thought_text(said), str):
+        if kind in ("reasoning", "thinking") and isinstance(thought := thought_text(said), str):
             thoughts.append(thought)
         elif kind in _CALL_PARTS:
             calls.append(part if said is None else said)
         elif kind in _TEXT_PARTS and isinstance(said, str):
             texts.append(said)
         elif role == "tool" and not any(medium in kind for medium in MEDIA_KINDS):
-            return {"content": _as_json(where, parts)}
+            return {"content": as_json(where, parts)}
         else:
             message = f"{where} has a part that is no text ({part!r:.60}): text alone is trained on"
             raise UnusableRowError("not_text", message)
@@ -300,26 +295,25 @@ def _read_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
     return found | ({"tool_calls": calls} if calls else {})
 
 
-def _as_json(where: str, result: Any) -> str:
-    """Return a tool's result as JSON text; UnusableRowError for values that JSON lacks."""
-    try:
-        return json.dumps(result, ensure_ascii=False)
-    except TypeError as error:  # bytes or dates of Arrow
-        problem = f"{where} has a result that is no text and no JSON ({error})"
-        raise UnusableRowError("not_text", problem) from error
+def _reasoning(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message's thoughts by their keys, and as `reasoning_content`; {} without thoughts.
 
-
-def _thought_text(said: Any) -> Any:
-    """Return a list of texts or text parts (Mistral, OpenAI) as one text; else the value itself."""
-    if not isinstance(said, list):
-        return said
-    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in said]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else said
+    Raises UnusableRowError if the keys differ, or if the content begins with a thought as well.
+    """
+    thoughts = {key: thought_text(message[key]) for key in _REASONING if message.get(key)}
+    for key, thought in thoughts.items():
+        check_text(f"{key!r} of {where}", thought)
+    again = ["<think>"] if split_thought(message.get("content"))[0] else []
+    if len(set(thoughts.values())) + len(again) > 1:
+        raise given_twice(where, *thoughts, *again)
+    said = [*thoughts.values()]
+    return thoughts | ({"reasoning_content": said[0]} if said else {})
 
 
 def _says_nothing(message: Mapping[str, Any]) -> bool:
-    said = [message.get(key) for key in ("content", *_REASONING)]
-    return not message.get("tool_calls") and not any(str(text or "").strip() for text in said)
+    """Return whether a message has no tool calls and no text after its thought."""
+    _, said = split_thought(message.get("content"))
+    return not message.get("tool_calls") and not str(said or "").strip()
 
 
 def _check_says_something(where: str, message: Mapping[str, Any], text_key: str) -> None:

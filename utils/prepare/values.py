@@ -110,6 +110,37 @@ def wrong_type(what: str, wanted: str, value: Any) -> UnusableRowError:
     return UnusableRowError("wrong_type", message)
 
 
+def given_twice(where: str, *names: str) -> UnusableRowError:
+    """Return the error about a message with the same content under two keys, `names`."""
+    problem = f"{where} has {' and '.join(map(repr, names))}: keep one of them"
+    return UnusableRowError("wrong_type", problem)
+
+
+def as_json(where: str, result: Any) -> str:
+    """Return a tool's result as JSON text; UnusableRowError for values that JSON lacks."""
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except TypeError as error:  # bytes or dates of Arrow
+        problem = f"{where} has a result that is no text and no JSON ({error})"
+        raise UnusableRowError("not_text", problem) from error
+
+
+def thought_text(said: Any) -> Any:
+    """Return a list of texts or text parts (Mistral, OpenAI) as one text; else the value itself."""
+    if not isinstance(said, list):
+        return said
+    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in said]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else said
+
+
+def split_thought(text: Any) -> tuple[str, Any]:
+    """Return the thought that begins a text, with its tags <think> and </think>, and the rest."""
+    if not str(text).lstrip().startswith("<think>"):
+        return "", text
+    thought, end, rest = text.partition("</think>")
+    return thought + end, rest
+
+
 def check_text(what: str, text: Any) -> None:
     """Raise UnusableRowError unless `text` is a string that can be encoded as UTF-8.
 

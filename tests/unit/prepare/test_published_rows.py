@@ -159,6 +159,15 @@ TAKEN = {
                {"from": "Assistant", "value": "a", "label": "quality:4"}, mask="User", system="s"),
         [S, Q, A],
     ),
+    "LLaMA-Factory thought before a call": (
+        shared(("human", "q"), ("function_call", "<think>t</think>\n\n" + TEXT_CALL),
+               ("observation", "r"), ("gpt", "a")),
+        [Q, ("assistant", "<think>t</think>", CALL), ("tool", "r"), A],
+    ),
+    "thoughts before two calls": (
+        shared(("human", "q"), *[("function_call", "<think>t</think>" + TEXT_CALL)] * 2),
+        [Q, *[("assistant", "<think>t</think>", CALL)] * 2],
+    ),
     "SlimOrca": (
         shared({"from": "human", "value": "q", "weight": 0.0},
                {"from": "gpt", "value": "a", "weight": 1.0}),
@@ -345,6 +354,9 @@ REFUSED = {
     "two thoughts":
         (chat(Q, says("a", reasoning="t", reasoning_content="u")),
          "'reasoning_content' and 'reasoning': keep one"),
+    "a thought in two places":
+        (chat(Q, says("<think>t</think>a", reasoning_content="t")),
+         "'reasoning_content' and '<think>': keep one"),
     "a thought that is no text": (chat(Q, says("a", thinking=True)), "a string, found bool"),
     "an answer twice":
         (shared(Q, {"from": "gpt", "value": "a", "content": "b"}), "has 'value' and 'content'"),

@@ -123,13 +123,29 @@ def test_an_answer_without_text_is_refused_where_it_would_be_trained_on():
             check_answers(messages, first)
         assert refused.value.reason == "empty"
     for fine in (
-        *(empty | {"weight": 0}, empty | {"tool_calls": [CALL]}, empty | {"thinking": "t"}),
+        *(empty | {"weight": 0}, empty | {"tool_calls": [CALL]}),
         *({"role": "user", "content": ""}, {"role": "tool", "content": "", "id": "x"}),
     ):
         check_answers(document_fields({"messages": [fine, ANSWER]}, "messages")["messages"])
     check_answers([empty, QUESTION, ANSWER], 1)
     with pytest.raises(UnusableRowError, match=r"is the assistant's \(roles: user\)"):
         check_answers([ANSWER, QUESTION], 1)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"thinking": "t", "content": None},
+        {"content": "<think>t"},
+        {"content": "<think>t</think>\n"},
+    ],
+)
+def test_an_answer_that_was_cut_off_in_its_thought_is_refused(cut):
+    row = {"messages": [QUESTION, {"role": "assistant", **cut}]}
+    with pytest.raises(UnusableRowError, match="no text after its thought"):
+        check_answers(document_fields(row, "messages")["messages"])
+    row["messages"][1] |= {"tool_calls": [CALL]}
+    check_answers(document_fields(row, "messages")["messages"])
 
 
 RESULT = {"type": "tool_result", "content": "x"}
