@@ -4,10 +4,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from utils.config.arguments import eval_splits
 from utils.config.declarations import Given, SettingValues, shown
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import load_file
-from utils.config.refusals import check_forms, check_run
+from utils.config.refusals import BEST_MODEL_JUDGES, check_forms, check_run
 from utils.config.rules import MOOT, RULES
 from utils.config.settings import derive_evaluation
 from utils.importing.data_recipes import convert_data, limit_tokens
@@ -70,6 +71,7 @@ def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
         _convert_batch(given)
         limit_tokens(given)
         _convert_times(given)
+        _convert_best_model(given)
         _convert_optimizer(given)
         _convert_adapter(given)
         _convert_frozen(given)
@@ -201,6 +203,20 @@ def _convert_times(given: Conversion) -> None:
         given.put("save_strategy", "epoch", given.its_default)
     if {"eval_strategy", "eval_steps"} & named:
         given.put("eval_on_start", True, given.its_default)
+
+
+def _convert_best_model(given: Conversion) -> None:
+    """Convert the metric that judges: eval_loss is of all evaluation data, ours of one split."""
+    splits = list(eval_splits(given.run["eval_data"][0])) if "eval_data" in given.run else []
+    metric = given.value("metric_for_best_model")
+    judges = [each for each in BEST_MODEL_JUDGES if given.value(each) or each in given.run]
+    if not splits or not judges or metric not in (None, "loss", "eval_loss"):
+        return
+    entry = given.given.pop("metric_for_best_model", None)
+    if entry or len(splits) > 1:
+        given.put("metric_for_best_model", f"eval_{splits[0]}_loss", "eval_loss")
+    if len(splits) > 1:
+        given.change(judges[0], f"{splits[0]} alone decides, the first of {len(splits)} splits")
 
 
 def _convert_optimizer(given: Conversion) -> None:

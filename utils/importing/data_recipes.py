@@ -123,7 +123,7 @@ def _hold_out(given: Conversion, recipes: Sequence[dict[str, Any]]) -> None:
         if share >= 1 and given.kind == "trl" and given.value("eval_strategy", "no") == "no":
             given.change(source, f"{share} documents are held out there, none are here")
         else:
-            given.data["validation_fraction"] = float(share)
+            given.data["validation_fraction"] = share
             for number, recipe in enumerate(recipes, 1):
                 name = f"validation_{number}=" if number > 1 else ""
                 splits.append(f"{name}{recipe['output_dir']}/validation")

@@ -10,7 +10,7 @@ from typing import Any
 
 from utils.config.declarations import Given
 from utils.config.preparation import COLUMNS, MESSAGE_KEYS, MESSAGE_ROLES
-from utils.importing.toolkits import DATA, Conversion, is_off, listed
+from utils.importing.toolkits import BY_DEFAULT, DATA, Conversion, is_off, listed
 
 # Models whose template prints an empty thought, which axolotl does not train on.
 EMPTY_THOUGHTS = re.compile(r"qwen-?3(?!.*(2507|coder|vl|omni|next|embedding))", re.IGNORECASE)
@@ -252,14 +252,22 @@ def _trl(given: Conversion, source: str, value: Any) -> Entries:
         names = [entry.pop(key, None) for key in ("id", "path", "config", "subset", "name")]
         path = names[0] or names[1] or names.pop()
         weight = entry.pop("weight", None)
-        columns = [each for each in listed(entry.pop("columns", [])) if each not in COLUMNS]
-        given.leave(f"{source}.columns", columns or None)
+        columns = listed(entry.pop("columns", None) or [])
+        if unread := [each for each in columns if each not in COLUMNS]:
+            given.leave(f"{source}.columns", unread)
+        elif columns:
+            given.note(f"{source}.columns", BY_DEFAULT)
         found.append({
             "path": path, "subset": next(filter(None, names[2:]), None),
             "split": entry.pop("split", None), "weight": None if weight == 1 else weight,
         })  # fmt: skip
         given.leave_all(source, entry)
-    # TRL evaluates on the split `test` if eval_strategy asks for evaluations.
+    _trl_evaluation(given, found, is_mixture)
+    return found
+
+
+def _trl_evaluation(given: Conversion, found: Entries, is_mixture: bool) -> None:
+    """Set `eval_sources`: TRL evaluates on the split `test` if eval_strategy asks for it."""
     named, strategy = given.value("dataset_test_split"), given.value("eval_strategy", "no")
     if is_off(strategy) or strategy == "no":
         given.drop("dataset_test_split", "eval_strategy is no there: nothing is evaluated")
@@ -272,4 +280,3 @@ def _trl(given: Conversion, source: str, value: Any) -> Entries:
     elif given.value("validation"):
         given.drop("dataset_test_split", "the share of the training data that is held out decides")
     given.take("dataset_test_split")
-    return found

@@ -28,7 +28,10 @@ EMPTY = "empty there"
 OFF = "off or 0 there: no effect"
 BY_DEFAULT = "as it is here without a line"
 # Keys of settings that are always on in Stoker: "off" in a config is a difference.
-_ON_HERE = ("shuffle_dataset", "remove_unused_columns", "average_tokens_across_devices")
+_ON_HERE = (
+    "shuffle_dataset", "remove_unused_columns", "average_tokens_across_devices",
+    "completion_only_loss",
+)  # fmt: skip
 _OFF_VALUES: tuple[Any, ...] = (None, False, 0, "", "none", [], {})
 
 

@@ -218,7 +218,7 @@ def _cached(
     others = [name for name in listing.splits if name != split]
     remarks.lines.say(
         f"{dataset.name}, {listing.subset}, split {split}: {len(names)} files of commit "
-        f"{commit[:10]}" + (f"; not used: {', '.join(others)}" if others else "")
+        f"{commit[:10]}" + (f"; other splits: {', '.join(others)}" if others else "")
     )
     if dataset.revision == PARQUET_BRANCH and "/partial-" in names[0]:
         remarks.lines.warn(

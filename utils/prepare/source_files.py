@@ -272,8 +272,8 @@ def _files_of_one_split(
         others = [name or "no split" for name in by_split if name != wanted]
         if others:
             remarks.lines.warn(
-                f"{given}: split {wanted} is taken; not used: {', '.join(others)}; to evaluate on "
-                f"another: --eval_sources NAME={given}"
+                f"{given}: of its splits {wanted} is read here, not {', '.join(others)}; "
+                f"--eval_sources NAME={given} evaluates on another"
             )
         known = {*KINDS, *COMPRESSIONS}  # not .00000-of-01024 in c4-train.00000-of-01024.json.gz
         formats = {

@@ -101,6 +101,14 @@ LISTED = {
     "text": ({**TRL, "dataset_text_field": "text"}, set(), {"dataset_text_field"}, {}, {}),
     "answers": ({**TRL, "dataset_mixture": None, "dataset_name": "d", "eval_strategy": "epoch",
                  "assistant_only_loss": True}, set(), set(), {}, {}),
+    "the best model": (
+        {**FULL, "metric_for_best_model": "eval_loss", "early_stopping_patience": 3}, set(), set(),
+        {"metric_for_best_model": "eval_validation_loss"}, {}),
+    "the best of two splits": (
+        {**FULL, "early_stopping_patience": 3, "test_datasets": CHAT}, {"early_stopping_patience"},
+        set(), {"metric_for_best_model": "eval_heldout_loss"}, {}),
+    "prompts are trained on": ({**TRL, "completion_only_loss": False}, {"completion_only_loss"},
+                               set(), {}, {}),
     "columns": ({**TRL, "dataset_mixture": {"datasets": [
         {"id": "a", "columns": ["messages", "chat_template_kwargs"]},
         {"id": "b", "columns": ["messages", "label"]}]}}, {"dataset_mixture.columns"}, set(), {},

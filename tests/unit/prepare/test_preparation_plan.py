@@ -173,7 +173,9 @@ def test_of_a_folder_of_the_hub_the_train_split_is_taken(tmp_path):
         found = taken(folder, eval_sources=[f"{split}={folder}"], split=split)
         assert found == [f"{split}-00000-of-00001"]
     lines = str(plan(folder).lines)
-    assert "split train is taken; not used: test, validation" in lines
+    assert "of its splits train is read here, not test, validation" in lines
+    both = str(plan(folder, eval_sources=[f"test={folder}"]).lines)
+    assert "not used" not in both
     assert f"--eval_sources NAME={folder}" in lines
     assert "1 x README" in lines
     samples.text_source(folder / "data" / "train.jsonl", 3)
