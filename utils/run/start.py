@@ -11,6 +11,7 @@ import logging
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from utils.checkpoints.files import (
     FINAL,
     OWN_STATE,
     PROVENANCE,
+    DamagedCheckpointError,
     Manifest,
     check_layout,
     read_manifest,
@@ -313,7 +315,12 @@ def find_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
     if known or foreign or not dry_run:
         facts = {"script": settings.script, **identity_facts(settings, data)}
         derived = {"dataloader_num_workers": plan.data_workers, "compile": plan.compiled}
-        compare_samples(foreign.directory if foreign else own_checkpoint(output_dir), plan)
+        newest = foreign.directory if foreign else own_checkpoint(output_dir)
+        knows_launch = "WORLD_SIZE" in settings.values.environment
+        if newest is not None and (knows_launch or not on_a_login_node(settings, launch)):
+            with suppress(DamagedCheckpointError, OSError):  # `resume_point` renames a damaged one
+                check_layout(newest, launch.strategy)
+        compare_samples(newest, plan)
         facts |= accepted_changes(record, settings, facts, derived, resumes=foreign is not None)
     run_id = RunRecord(record).run_id or uuid.uuid4().hex
     checkpoint = resume_point(output_dir, run_id, dry_run=dry_run) if known else None
@@ -327,8 +334,6 @@ def find_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
         )
     if checkpoint is None:
         return Run(run_id, None, False, facts)
-    if "WORLD_SIZE" in settings.values.environment or not on_a_login_node(settings, launch):
-        check_layout(checkpoint, launch.strategy)  # a login node does not know the launch
     refuse_code(checkpoint)
     patience = settings.run.early_stopping_patience
     state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
