@@ -65,7 +65,7 @@ def test_batch_exchange_and_failures():
     assert [float(cell) for cell in row("days between")] == pytest.approx(days, rel=0.02)
     share = f"{20 / (days[-1] * 1440):.1%}".replace("%", " %")
     assert f"20 minutes per failure that is {share} of the time" in WORDS
-    assert f"85 s and 50 hours {math.sqrt(7200 * 85 * 50) / 60:.0f} minutes" in WORDS
+    assert f"{math.sqrt(7200 * 85 * 50) / 60:.0f} minutes for 85 s and 50 hours" in WORDS
     gpus, sharded = assumed_gpus("128x8xH100-80GB"), setup("8 B", 1024, 1)
     (all_ranks, _), (in_copies, _) = (exchanged_bytes(sharded, ranks) for ranks in (1024, 8))
     assert f"exchanges {all_ranks / 1e9:.0f} GB per micro-batch for 8 B" in WORDS
