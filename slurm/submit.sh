@@ -72,14 +72,19 @@ if [[ ${1##*/} == sweep_job.sh && -n ${2:-} && -z ${SBATCH_ARRAY_INX:-} ]]; then
   array=(--array="$points") # the user's own --array comes later and wins
 fi
 
-# status.py prints this command for a resume. It is written to provenance.json.
-submit=slurm/submit.sh there=''
+# status.py prints this command for a resume. It is written to provenance.json. STOKER_ON_EVENT may
+# contain a token.
+submit=slurm/submit.sh there='' variables=''
+for name in DS_ACCELERATOR "${!ACCELERATE_@}" "${!STOKER_@}"; do
+  case $name in STOKER_ROOT | STOKER_SUBMITTED | STOKER_ON_EVENT) continue ;; esac
+  [[ -z ${!name:-} ]] || printf -v variables '%s%s=%q ' "$variables" "$name" "${!name}"
+done
 if [[ ! . -ef $root ]]; then
   submit=$0
   printf -v there 'cd %q && ' "$PWD"
 fi
 printf -v STOKER_SUBMITTED '%q ' "$submit" "${options[@]}" "$@"
-STOKER_SUBMITTED=$there$STOKER_SUBMITTED
+STOKER_SUBMITTED=$there$variables$STOKER_SUBMITTED
 export STOKER_SUBMITTED
 
 # Read the first line without $(...): with --wait, sbatch prints the job's number at once but runs

@@ -42,11 +42,14 @@ step_options=(
 )
 # --gres=gpu:4 on the command line overrides the script's --gpus-per-node, but srun would still read
 # --gpus-per-node from the environment.
-if [[ -n ${SLURM_GPUS_PER_NODE:-} && ${SLURM_GPUS_PER_NODE##*:} != "${SLURM_GPUS_ON_NODE:-0}" ]]; then
+gpus=${SLURM_GPUS_ON_NODE:-no}
+if [[ ${SLURM_GPUS_PER_NODE:-} == 0 && -z ${SLURM_GPUS_PER_TASK:-}${SLURM_GPUS:-} ]]; then
+  gpus=no # with --exclusive, SLURM_GPUS_ON_NODE counts GPUs that the job did not ask for
+elif [[ -n ${SLURM_GPUS_PER_NODE:-} && ${SLURM_GPUS_PER_NODE##*:} != "${SLURM_GPUS_ON_NODE:-0}" ]]; then
   unset SLURM_GPUS_PER_NODE
 fi
 
-say "$(printf '%q' "$1"), each node: ${SLURM_CPUS_PER_TASK:-$(cores_per_node)} core(s), ${SLURM_GPUS_ON_NODE:-no} GPU(s)${ACCELERATE_CONFIG:+; ACCELERATE_CONFIG=$ACCELERATE_CONFIG}"
+say "$(printf '%q' "$1"), each node: ${SLURM_CPUS_PER_TASK:-$(cores_per_node)} core(s), $gpus GPU(s)${ACCELERATE_CONFIG:+; ACCELERATE_CONFIG=$ACCELERATE_CONFIG}"
 
 # Sets `verdict`, `code` and `down` (the nodes that failed) after a step.
 judge_step() {

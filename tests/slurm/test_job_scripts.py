@@ -114,12 +114,20 @@ def test_submit_passes_every_word_and_the_options_of_sbatch_keep_their_meaning(s
     submit("-t", "9:00", TRAIN)
     left = [name for name, note in notes.items() if note.exists()]
     assert left == ["2", "5"], "2 is in the queue, 3 is old, the log of 5 is there"
-    submitted = stand_ins.environment("sbatch")["STOKER_SUBMITTED"]
-    assert submitted == f"slurm/submit.sh -t 9:00 {TRAIN} "
+
+
+def test_the_recorded_command_works_when_pasted(stand_ins):
+    def recorded(*words: str, **how) -> str:
+        stand_ins.run("slurm/submit.sh", *words, **how)
+        return stand_ins.environment("sbatch")["STOKER_SUBMITTED"]
+
+    assert recorded("-t", "9:00", TRAIN) == f"slurm/submit.sh -t 9:00 {TRAIN} "
     elsewhere = stand_ins.root / "slurm"
-    stand_ins.run("slurm/submit.sh", "train_job.sh", cwd=elsewhere)
-    submitted = stand_ins.environment("sbatch")["STOKER_SUBMITTED"]
-    assert submitted == f"cd {elsewhere} && {stand_ins.root}/slurm/submit.sh train_job.sh "
+    command = f"cd {elsewhere} && {stand_ins.root}/slurm/submit.sh train_job.sh "
+    assert recorded("train_job.sh", cwd=elsewhere) == command
+    given = {"ACCELERATE_USE_CPU": "true", "STOKER_X": "a b", "STOKER_ON_EVENT": "token"}
+    command = f"ACCELERATE_USE_CPU=true STOKER_X=a\\ b slurm/submit.sh {TRAIN} "
+    assert recorded(TRAIN, env=given) == command
 
 
 def test_submit_makes_no_job_where_sbatch_makes_none(stand_ins):
@@ -182,8 +190,13 @@ def test_the_step_gets_what_the_job_has(stand_ins):
     stand_ins.run(TRAIN, "train.py", env=same)
     assert stand_ins.environment("srun")["SLURM_GPUS_PER_NODE"] == "h100:4"
     # The GPUs of the command line override those of the script.
-    stand_ins.run(TRAIN, "train.py", env=same | {"SLURM_GPUS_PER_NODE": "1"})
+    done = stand_ins.run(TRAIN, "train.py", env=same | {"SLURM_GPUS_PER_NODE": "1"})
     assert "SLURM_GPUS_PER_NODE" not in stand_ins.environment("srun")
+    assert "4 GPU(s)" in done.stdout
+    # With --exclusive, Slurm counts all GPUs of the node, but gives none to the step.
+    done = stand_ins.run(TRAIN, "train.py", env=same | {"SLURM_GPUS_PER_NODE": "0"})
+    assert stand_ins.environment("srun")["SLURM_GPUS_PER_NODE"] == "0"
+    assert "no GPU(s)" in done.stdout
 
 
 def test_launch_node_becomes_python_or_says_why_not(stand_ins, tmp_path):

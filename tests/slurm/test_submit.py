@@ -79,7 +79,9 @@ def test_a_valid_job_is_released_and_trains(slurm, jobs, submit, tmp_path):
     assert (run / "final" / "config.json").exists(), log.read_text()
     start = tiny.starts(run)[0]
     assert start["launch"]["world_size"] == 2
-    assert shlex.split(start["slurm"]["command"]) == ["slurm/submit.sh", *words]
+    variables, command = start["slurm"]["command"].split("slurm/submit.sh ")
+    assert {"ACCELERATE_USE_CPU=true", "STOKER_PROCESSES_PER_NODE=2"} <= {*variables.split()}
+    assert shlex.split(command) == words
     assert not list(ROOT.glob("canary"))
 
 

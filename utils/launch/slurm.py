@@ -61,7 +61,7 @@ def read_allocation(
 ) -> Allocation:
     """Return the nodes and processes of the Slurm job; outside of Slurm those of this host.
 
-    `devices`, the number of GPUs that torch sees, is used only outside of Slurm. `strategy` is the
+    `devices`, the number of GPUs that torch sees, counts where Slurm counts none. `strategy` is the
     value of --strategy. Raises ConfigurationError for wrong settings, UnfitClusterError for missing
     GPUs.
     """
@@ -77,11 +77,12 @@ def read_allocation(
             "process each. Unset it, or give a number of processes where there are no GPUs."
         )
     processes = int(given) if given else gpus
-    if in_slurm and on_gpus and not processes:
+    if in_slurm and on_gpus and not gpus and not (given and devices):
         raise UnfitClusterError(
-            f"{hosts[node]}: Slurm gave this job no GPU. Ask for some (--gpus-per-node=4); where "
-            f"Slurm does not count GPUs, set {PROCESSES}; to train on CPUs, set "
-            "ACCELERATE_USE_CPU=true."
+            "the job asked for no GPUs, but would train on GPUs. To train on CPUs, put "
+            "ACCELERATE_USE_CPU=true in front of the command (ACCELERATE_USE_CPU=true "
+            "slurm/submit.sh ...). For GPUs, ask for them (--gpus-per-node=4); where Slurm counts "
+            f"no GPUs, set {PROCESSES}."
         )
     names = "JOB_ID", "STEP_ID", "RESTART_COUNT"
     job, step, restarts = (int(environment.get(f"SLURM_{name}", "0")) for name in names)

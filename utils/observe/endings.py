@@ -223,10 +223,13 @@ def advice(run: History, end: End, job: Job | None) -> str:
         return f"wait for its first step, or scancel {job.id}"
     if end.word == "finished":
         return f"python chat.py {where}; upload: python -m utils.publish.hub {where} OWNER/NAME"
-    how = "resume" if run.checkpoints else "start again"
+    how, command = "resume" if run.checkpoints else "start again", _command(run)
     if end is End.STOPPED and _why_stopped(run.starts[-1]).startswith("max_gpu_hours"):
         how = "resume with a larger --max_gpu_hours"
-    return f"{_change_first(run, end)}{how}: {_command(run)}"
+        if "sweep_job.sh" not in command:  # a sweep's settings are in its file
+            command, *note = re.sub(r" --max_gpu_hours[= ]\S+", "", command).partition(" (with ")
+            command += f" --max_gpu_hours HOURS{''.join(note)}"
+    return f"{_change_first(run, end)}{how}: {command}"
 
 
 def _change_first(run: History, end: End) -> str:
@@ -253,13 +256,16 @@ def _command(run: History) -> str:
         return "the same command again"
     words, slurm = shlex.join(run.entry.get("argv") or ["..."]), run.entry.get("slurm")
     launch = run.entry.get("launch") or {}
-    ranks = int(launch.get("world_size") or 1)
+    ranks, nodes = int(launch.get("world_size") or 1), len(launch.get("hosts") or [""])
+    launcher, variables = launch.get("launcher"), ""
+    if launch.get("devices") == ["cpu"] and (slurm or ranks > nodes):
+        variables = f"ACCELERATE_USE_CPU=true STOKER_PROCESSES_PER_NODE={ranks // nodes} "
     if slurm:
         script = "multinode_job.sh" if int(slurm.get("nodes") or 1) > 1 else "train_job.sh"
-        other = f"slurm/submit.sh slurm/{script} {words} (with your options of sbatch)"
+        other = f"{variables}slurm/submit.sh slurm/{script} {words} (with your options of sbatch)"
         return (slurm.get("command") or other).strip()
     strategy = launch.get("strategy") or "multi_gpu"
     config = "cpu" if launch.get("devices") == ["cpu"] else strategy.replace("ddp", "multi_gpu")
     several = f"--config_file accelerate_configs/{config}.yaml --num_processes {ranks}"
     alone = "python" if ranks == 1 else f"accelerate launch {several}"
-    return f"{launch.get('launcher') or alone} {words}"
+    return f"{variables}{launcher} {words}" if launcher else f"{alone} {words}"

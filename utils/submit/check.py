@@ -20,12 +20,12 @@ from pathlib import Path
 from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.config.launch_settings import LAUNCHER_VARIABLES, strategy_variables
 from utils.config.preparation import check_preparation, parse_preparation
-from utils.config.strategy import SUBMITTING
+from utils.config.strategy import SUBMITTING, StrategyConfig
 from utils.launch.ledger import bad_nodes, read_ledger
 from utils.launch.node import plan_launch
 from utils.launch.opening import early_settings
 from utils.launch.script import run_script
-from utils.launch.slurm import expand_hosts, time_limit_s
+from utils.launch.slurm import PROCESSES, Allocation, expand_hosts, time_limit_s
 from utils.launch.verdict import note_submitted
 from utils.prepare.hub_datasets import refuse_uncached
 from utils.submit.limits import SlurmAnswers, check_request, count_gpus
@@ -73,14 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_sweep = kind == "sweep_job.sh"
     # For a sweep, check the first point's launch. Later each point's dry run uses its own strategy.
     first = next(iter(read_sweep(arguments[0]).points.values())) if is_sweep else arguments
-    first_node = {  # the variables that Slurm will set on the job's first node
-        "SLURM_JOB_ID": job["JobID"],
-        "SLURM_STEP_NUM_TASKS": job["NumTasks"],
-        "SLURM_STEP_NODELIST": f"node[1-{job['NumNodes']}]",
-        "SLURM_NODEID": "0",
-        "SLURM_GPUS_ON_NODE": str(gpus),
-    }
-    allocation, config = plan_launch(first[1:], {**os.environ, **first_node}, 0)
+    allocation, config = plan_job(job, gpus, answers, first[1:])
     launch = {} if is_sweep else strategy_variables(config.content)
     if allocation.gpus is None and os.environ.get("DS_ACCELERATOR") != "cpu":
         launch["ACCELERATE_USE_CPU"] = "true"
@@ -101,6 +94,32 @@ def main(argv: Sequence[str] | None = None) -> int:
             with contextlib.suppress(OSError):  # only status.py reads this note
                 note_submitted(job["JobID"], Path(str(output_dir.value)), log)
     return code
+
+
+def plan_job(
+    job: Mapping[str, str], gpus: int, answers: SlurmAnswers, arguments: Sequence[str]
+) -> tuple[Allocation, StrategyConfig]:
+    """Return the nodes and processes that the job will have, and its accelerate config.
+
+    gpus: GPUs per node. Raises UnfitClusterError if a job without GPUs would train on GPUs.
+    """
+    first_node = {  # the variables that Slurm will set on the job's first node
+        "SLURM_JOB_ID": job["JobID"],
+        "SLURM_STEP_NUM_TASKS": job["NumTasks"],
+        "SLURM_STEP_NODELIST": f"node[1-{job['NumNodes']}]",
+        "SLURM_NODEID": "0",
+        "SLURM_GPUS_ON_NODE": str(gpus),
+    }
+    # If Slurm counts no GPUs in the whole cluster (no GRES), the nodes may still have some.
+    counted = any(count_gpus(line.split("|")[3]) for line in answers.nodes.splitlines())
+    devices = 0 if counted else 1
+    allocation, config = plan_launch(arguments, {**os.environ, **first_node}, devices)
+    if allocation.gpus and not gpus:
+        _say(
+            f"note:    {PROCESSES}={allocation.gpus} counts as GPUs, because Slurm counts none; to "
+            "train on CPUs, put ACCELERATE_USE_CPU=true in front of the command"
+        )
+    return allocation, config
 
 
 def job_fields(fields: str, answer: str) -> dict[str, str]:

@@ -61,12 +61,14 @@ def test_processes_follow_from_gpus_or_are_the_users(monkeypatch):
     assert read_allocation({}, 0).processes == 1
 
 
+NO_GPUS = STEP | {"SLURM_GPUS_ON_NODE": "0"}
 BATCH = {"SLURM_JOB_ID": "5", "SLURM_NODEID": "0", "SLURM_GPUS_ON_NODE": "1"}
 
 
 def test_allocations_that_cannot_train_are_refused():
     for environment, error, message in [
-        (STEP | {"SLURM_GPUS_ON_NODE": "0"}, UnfitClusterError, r"n2: Slurm gave this job no GPU"),
+        (NO_GPUS, UnfitClusterError, r"asked for no GPUs.* ACCELERATE_USE_CPU=true in front"),
+        (NO_GPUS | {"STOKER_PROCESSES_PER_NODE": "2"}, UnfitClusterError, "job asked for no GPUs"),
         (STEP | {"STOKER_PROCESSES_PER_NODE": "2"}, ConfigurationError, r"='2', but .* has 4 GPU"),
         (STEP | {"SLURM_STEP_NUM_TASKS": "8"}, ConfigurationError, r"are 8 tasks on 2 node"),
         (BATCH | {"SLURM_JOB_NUM_NODES": "2"}, ConfigurationError, "started by srun"),
@@ -75,7 +77,7 @@ def test_allocations_that_cannot_train_are_refused():
         (STEP | {"STOKER_PROCESSES_PER_NODE": "0"}, ConfigurationError, "='0', but .* has 4 GPU"),
     ]:
         with pytest.raises(error, match=message):
-            read_allocation(environment, 7)
+            read_allocation(environment, 0 if error is UnfitClusterError else 7)
     assert read_allocation(BATCH, 7).world_size == 1
 
 

@@ -288,6 +288,16 @@ def test_the_last_error_is_the_verdict_of_all_ranks_or_the_last_words_of_the_fir
         ({"job_id": "7", "nodes": "1"}, {"world_size": 1}, "slurm/submit.sh slurm/train_job.sh"),
         ({"job_id": "7", "nodes": 2}, {}, "slurm/submit.sh slurm/multinode_job.sh"),
         ({"job_id": "7", "command": "slurm/submit.sh -t 9 slurm/my.sh "}, {"world_size": 1}, None),
+        (
+            {"job_id": "7", "nodes": 2},
+            {"world_size": 4, "hosts": ["n1", "n2"], "devices": ["cpu"]},
+            "ACCELERATE_USE_CPU=true STOKER_PROCESSES_PER_NODE=2 slurm/submit.sh "
+            "slurm/multinode_job.sh",
+        ),
+        (
+            None, {"world_size": 2, "devices": ["cpu"], "launcher": "slurm/launch_node.sh"},
+            "ACCELERATE_USE_CPU=true STOKER_PROCESSES_PER_NODE=2 slurm/launch_node.sh",
+        ),
     ],
 )  # fmt: skip
 def test_the_command_that_resumes_is_that_of_the_last_start(tmp_path, slurm, launch, command):
@@ -301,6 +311,30 @@ def test_the_command_that_resumes_is_that_of_the_last_start(tmp_path, slurm, lau
     if command is None:
         expected = "slurm/submit.sh -t 9 slurm/my.sh"
     assert read_status(run, {}).advice == f"start again: {expected}"
+
+
+def test_a_pasted_line_has_no_limit_that_has_been_reached(tmp_path):
+    run = make_run(tmp_path / "run", owner=ELSEWHERE, left=True)
+    saved(run, 5)
+    journal(run, {"step": 5, "event": "stopped", "reason": "max_gpu_hours ends in 3 s"})
+    sweep = "slurm/submit.sh slurm/sweep_job.sh recipes/sweep/demo_cpu.yaml"
+    for slurm, argv, command in [
+        (None, ["a.py", "--max_gpu_hours", "0.02", "--seed", "1"], "python a.py --seed 1 {}"),
+        (
+            {"command": "slurm/submit.sh -t 9 train_job.sh a.py --max_gpu_hours=0.02 --seed 1 "},
+            [], "slurm/submit.sh -t 9 train_job.sh a.py --seed 1 {}",
+        ),
+        ({}, ["a.py"], "python a.py {}"),
+        (
+            {"job_id": "7"}, ["a.py"],
+            "slurm/submit.sh slurm/train_job.sh a.py {} (with your options of sbatch)",
+        ),
+        ({"command": sweep}, [], sweep),
+    ]:  # fmt: skip
+        start = {"argv": argv, "slurm": slurm, "time": "2026-01-01T00:00:01+00:00"}
+        (run / "provenance.json").write_text(json.dumps({"run_id": "a", "starts": [start]}))
+        expected = command.format("--max_gpu_hours HOURS")
+        assert read_status(run, {}).advice == f"resume with a larger --max_gpu_hours: {expected}"
 
 
 def test_after_a_wrong_sum_the_next_start_leaves_both_nodes_out(tmp_path):

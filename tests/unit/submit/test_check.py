@@ -50,14 +50,14 @@ def check(tmp_path, monkeypatch):
         monkeypatch.delenv(name)
 
     def call(
-        *arguments: str, options=(), script="job.sh", head="", refusal="", **shown: str
+        *arguments: str, options=(), script="job.sh", head="", refusal="", nodes=NODES, **shown: str
     ) -> int:
         (tmp_path / script).write_text(f"#!/bin/bash\n#SBATCH {head}\n")
         fields = SHOWN | {name.replace("_", "-"): text for name, text in shown.items()}
         answer = b"".join(os.fsencode(text).ljust(checking.WIDTH) for text in fields.values())
         words = [*options, str(tmp_path / script), *arguments]
         names = ",".join(fields)
-        slurm = [refusal, PARTITIONS, NODES, ""]
+        slurm = [refusal, PARTITIONS, nodes, ""]
         given = [str(tmp_path), names, os.fsdecode(answer), *slurm, str(len(options)), *words]
         return checking.main(given)
 
@@ -225,6 +225,27 @@ def test_requests_that_could_work_are_not_refused():
     ]:
         (said,) = request(**shown)
         assert said.startswith(note)
+
+
+def test_a_job_without_gpus_that_would_train_on_gpus_is_refused(
+    check, tmp_path, monkeypatch, capfd
+):
+    script = tmp_path / "stand_in.py"  # in place of pretrain.py
+    script.write_text("# parse_pretraining")
+    none = {"tres_per_node": "gres:gpu:0"}
+    for processes in ("", "2"):
+        monkeypatch.setenv("STOKER_PROCESSES_PER_NODE", processes)
+        with pytest.raises(UnfitClusterError, match=r"put ACCELERATE_USE_CPU=true in front of"):
+            check(str(script), **none)
+    without_gres = "gpu|64|515000|(null)|gpu\n"
+    assert check(str(script), nodes=without_gres, **none) == 0
+    note = (
+        "note:    STOKER_PROCESSES_PER_NODE=2 counts as GPUs, because Slurm counts none; to train"
+    )
+    assert note in capfd.readouterr().out
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert check(str(script), **none) == 0
+    assert "note:" not in capfd.readouterr().out
 
 
 def test_the_folder_of_the_log_is_made(tmp_path):
