@@ -84,6 +84,11 @@ def test_a_base_model_learns_chats_of_its_sibling(models, chats, tmp_path, capsy
     assert of_final == of_data
     stops = json.loads((final / "generation_config.json").read_text())["eos_token_id"]
     assert stops == [0, 3]
+    # final/ lacks the {% generation %} markers of the data's template, which renders the same text.
+    for given in ({}, {"tokenizer_name_or_path": final}):
+        changes = {"model_name_or_path": final, "dry_run": "true"} | given
+        sft_train.main(argv(models, chats, tmp_path / "next", **changes))
+        assert "another chat template" not in capsys.readouterr().out
 
 
 def refusal(arguments: list[str]) -> str:

@@ -108,6 +108,15 @@ def without_training_marks(template: str) -> str:
     return _GENERATION.sub(r"{%\1 \2with \3%}", template)
 
 
+def render_alike(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> bool:
+    """Return whether two chat templates are equal, apart from their {% generation %} markers."""
+    mine, theirs = (
+        without_training_marks(each.chat_template) if isinstance(each.chat_template, str) else None
+        for each in (one, other)
+    )
+    return mine == theirs
+
+
 def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> str | None:
     """Return text that names the first id with different tokens in two tokenizers, or None.
 

@@ -36,10 +36,10 @@ from utils.config.errors import ConfigurationError
 from utils.config.recipes import YamlError, load_mapping
 from utils.config.settings import RunSettings
 from utils.data.tokenizers import (
-    chat_template_sha256,
     differences,
     foreign_token,
     load_tokenizer,
+    render_alike,
     tokenizer_sha256,
     vocabulary_size,
 )
@@ -279,7 +279,7 @@ def compare_with_model(
         )
     is_same = tokenizer_sha256(tokenizer) == tokenizer_sha256(own)
     other = [] if is_same else differences(tokenizer, own)
-    if chat_template_sha256(tokenizer) != chat_template_sha256(own):
+    if not render_alike(tokenizer, own):
         other.append("another chat template")
     if other:
         named = "; ".join(other)

@@ -38,6 +38,7 @@ from utils.data.tokenizers import (
     chat_template_sha256,
     differences,
     load_tokenizer,
+    render_alike,
     tokenizer_sha256,
 )
 from utils.host.collectives import on_rank_0
@@ -309,23 +310,25 @@ def _is_plain_text(dataset: TokenDataset) -> bool:
 def _tokenizer_problems(
     dataset: TokenDataset, tokenizer: PreTrainedTokenizerBase, sha256: str
 ) -> list[str]:
-    used = tokenizer.name_or_path
+    described, used = dataset.description, tokenizer.name_or_path
+    same_rules = described.tokenizer.get("sha256") in (None, sha256)
+    if same_rules and described.chat_template_sha256 in (None, chat_template_sha256(tokenizer)):
+        return []
+    folder = dataset.tokenizer_path
+    made_by = load_tokenizer(str(folder)) if folder is not None and folder.is_dir() else None
     hint = (
         "Leave --tokenizer_name_or_path out, so that the training data's own counts, and prepare "
         f"data that was made otherwise again: prepare_data.py --tokenizer_name_or_path {used}."
     )
-    if dataset.description.tokenizer.get("sha256") not in (None, sha256):
-        found, folder = "", dataset.tokenizer_path
-        if folder is not None and folder.is_dir():
-            made_by = load_tokenizer(str(folder))
-            found = ": it has " + "; ".join(differences(made_by, tokenizer))
+    if not same_rules:
+        found = f": it has {'; '.join(differences(made_by, tokenizer))}" if made_by else ""
         return [f"{dataset.path} was made with another tokenizer than {used}{found}. {hint}"]
-    if dataset.description.chat_template_sha256 not in (None, chat_template_sha256(tokenizer)):
-        return [
-            f"the chats of {dataset.path} were rendered with another chat template than that of "
-            f"the tokenizer at {used}, which final/ would have. {hint}"
-        ]
-    return []
+    if made_by and render_alike(made_by, tokenizer):
+        return []
+    return [
+        f"the chats of {dataset.path} were rendered with another chat template than that of the "
+        f"tokenizer at {used}, which final/ would have. {hint}"
+    ]
 
 
 def _open(settings: RunSettings, path: str, split: str, known: Collection[str]) -> TokenDataset:
