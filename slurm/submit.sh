@@ -91,6 +91,7 @@ export STOKER_SUBMITTED
 # until the job ends.
 exec {answer}< <(exec sbatch --hold --parsable "${array[@]}" "${options[@]}" "$@")
 sbatch=$!
+export -n STOKER_SUBMITTED # for jobs alone
 if ! IFS= read -r line <&"$answer"; then
   wait "$sbatch" && exit || code=$? # with sbatch's exit code and message
   sinfo -o "%20P %12l %6D %6c %10m %20G %f" >&2 || true # what there is

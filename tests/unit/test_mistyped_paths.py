@@ -54,3 +54,15 @@ def test_no_path_is_named_that_is_not_alike_or_is_there(tmp_path):
     assert did_you_mean("~nobody-of-this-name/chats.jsonl") == ""
     assert did_you_mean(tmp_path / "run/first") == f" (did you mean {tmp_path}/runs/first?)"
     assert "no local folder (did you mean models/small?)" in lacking("models/smalll")
+
+
+@pytest.mark.usefixtures("files")
+def test_a_node_that_lacks_a_path_of_the_check_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    place = f" on n2 ({tmp_path}/data/chat)"
+    assert did_you_mean("data/chat") == f"{place} (did you mean data/chats?)"
+    monkeypatch.setenv("STOKER_SUBMITTED", "slurm/submit.sh ...")
+    told = f"no such directory{place}, but slurm/submit.sh found it: it is not on a file system"
+    with pytest.raises(ValueError, match=r"exclude=n2 leaves this node out\. Make one") as caught:
+        find_split("data/chat")
+    assert told in str(caught.value)

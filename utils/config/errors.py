@@ -1,6 +1,7 @@
 """Errors that a user can repair, exit codes of all scripts, and a list of log lines."""
 
 import logging
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -67,7 +68,19 @@ class ConfigurationError(ValueError):
 
 
 def did_you_mean(missing: str | Path) -> str:
-    """Return " (did you mean X?)" with an existing path of a similar name, or ""."""
+    """Return " (did you mean X?)" with an existing path of a similar name, or "".
+
+    In a job, the text names the host and the absolute path. A job from slurm/submit.sh had this
+    path on the login node, so the text says what may be wrong with the node.
+    """
+    host, where = os.environ.get("SLURMD_NODENAME"), ""
+    if host:
+        where = f" on {host} ({Path(missing).absolute()})"
+        if "STOKER_SUBMITTED" in os.environ:
+            return (
+                f"{where}, but slurm/submit.sh found it: it is not on a file system that all nodes "
+                f"see, or {host} lacks a mount; sbatch --exclude={host} leaves this node out"
+            )
     with suppress(OSError, ValueError, RuntimeError, StopIteration):  # no user ~NAME; path exists
         path = Path(missing).expanduser()
         first = next(part for part in (*reversed(path.parents), path) if not part.exists())
@@ -75,8 +88,8 @@ def did_you_mean(missing: str | Path) -> str:
         if near_names := get_close_matches(first.name, names, n=1):
             near = first.with_name(near_names[0])
             whole = near / path.relative_to(first)
-            return f" (did you mean {whole if whole.exists() else near}?)"
-    return ""
+            return f"{where} (did you mean {whole if whole.exists() else near}?)"
+    return where
 
 
 class Answer(SystemExit):
