@@ -383,3 +383,10 @@ def test_an_option_that_the_optimizer_has_anyway_is_accepted(place, pretraining)
         place.run, optim="ademamix", optim_args="alpha=5.0,beta3=0.9999", dry_run="true"
     )
     assert pretrain.main(argv) == 0, "transformers' defaults, which published recipes spell out"
+
+
+def test_the_run_directory_is_looked_at_before_the_data(place, pretraining):
+    absent = foreign_directory(place) | {"train_data": place.run / "absent"}
+    for changes in ({}, {"dry_run": "true"}):
+        with pytest.raises(ConfigurationError, match="holds no run of Stoker"):
+            pretrain.main(pretraining(place.run, **(absent | changes)))

@@ -84,6 +84,21 @@ def check_storage(plan: RunPlan, launch: LaunchFacts) -> None:
         logger.log(level, "%d host(s) can write to %s, %s", len(first_ranks), output_dir, room)
 
 
+def check_directory(output_dir: Path, *, writable: bool = True) -> Path:
+    """Return ``output_dir``, or the existing folder in which it will be made.
+
+    Raises ConfigurationError if ``output_dir`` is a file or holds other files than a run's.
+    writable: raise StorageError if this user cannot write to the returned folder.
+    """
+    if output_dir.exists() and not output_dir.is_dir():
+        raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")
+    there = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
+    if writable and not os.access(there, os.W_OK | os.X_OK):
+        raise _not_writable(output_dir, f"{there}: permission denied")
+    known_files(output_dir)
+    return there
+
+
 def check_place(plan: RunPlan) -> str:
     """Check that checkpoints fit, and GPU-hours are left; return a text with the free space.
 
@@ -93,11 +108,7 @@ def check_place(plan: RunPlan) -> str:
     max_gpu_hours are used.
     """
     output_dir, keep = plan.settings.output_dir, plan.settings.training.save_total_limit
-    if output_dir.exists() and not output_dir.is_dir():
-        raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")
-    there = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise _not_writable(output_dir, f"{there}: permission denied")
+    there = check_directory(output_dir)
     run_id = RunRecord(output_dir).run_id
     committed = [] if run_id is None else committed_checkpoints(output_dir, run_id)
     if committed and committed[0][1].step >= plan.total_steps:

@@ -68,7 +68,7 @@ from utils.model.weights import check_without_loading, published_rows, weights_d
 from utils.plan.run_data import RunData
 from utils.plan.run_plan import RunPlan, on_a_login_node, tracker_name
 from utils.publish.hub import NO_TOKEN
-from utils.run.preflight import check_place, check_same_start, check_storage, known_files
+from utils.run import preflight
 from utils.run.provenance import (
     accepted_changes,
     compare_samples,
@@ -142,12 +142,12 @@ def _launch(settings: RunSettings) -> LaunchFacts:
     install_stop_signals()
     os.environ |= group_sizes(settings.values.environment)  # accelerate reads them
     launch = check_launch()
-    check_same_start(settings, launch)
+    preflight.check_same_start(settings, launch)
     args, output_dir = settings.training, settings.output_dir
     on_rank_0(lambda: refuse_if_in_use(output_dir))
+    on_rank_0(lambda: preflight.check_directory(output_dir))  # before the work on data and model
 
     def adopt() -> None:
-        known_files(output_dir)
         output_dir.mkdir(parents=True, exist_ok=True)
         take_run_lock(output_dir)
         adopt_checkpoint(
@@ -162,6 +162,7 @@ def _launch(settings: RunSettings) -> LaunchFacts:
 
 def _planned_launch(settings: RunSettings) -> LaunchFacts:
     """Return the launch that a dry run assumes by WORLD_SIZE and accelerate's variables."""
+    preflight.check_directory(settings.output_dir, writable=False)  # check_start looks at that
     world_size = settings.values.world_size
     # Without check_available a CUDA build of torch names CUDA even on a node without a GPU.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -199,7 +200,7 @@ def start_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> tuple[Run, C
     for too little space or damaged checkpoints, and NoProgressError (see `check_progress`).
     """
     settings = plan.settings
-    check_storage(plan, launch)
+    preflight.check_storage(plan, launch)
     run = on_rank_0(lambda: _claim(plan, data, launch))
     remove_leftovers()
     background = None
@@ -234,7 +235,6 @@ def start_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> tuple[Run, C
 def _claim(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
     """Lock output_dir, write config.yaml and provenance.json, return the run; only on rank 0."""
     settings, output_dir = plan.settings, plan.settings.output_dir
-    known_files(output_dir)  # raises before anything is written among other files
     take_run_lock(output_dir)
     RunRecord(output_dir).restore()
     run = find_run(plan, data, launch)
@@ -275,7 +275,7 @@ def check_start(plan: RunPlan, data: RunData, config: PreTrainedConfig, launch: 
     """Check output_dir and weights in a dry run. Return exit code 0, or raise as a start would."""
     settings, output_dir = plan.settings, plan.settings.output_dir
     try:
-        check_place(plan)
+        preflight.check_place(plan)
     except StorageError as error:
         if SUBMITTING in os.environ or not on_a_login_node(settings, launch):
             raise
@@ -307,7 +307,7 @@ def find_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
     """
     settings, output_dir = plan.settings, plan.settings.output_dir
     dry_run = settings.run.dry_run
-    known = known_files(output_dir)
+    known = preflight.known_files(output_dir)
     named = settings.training.resume_from_checkpoint if dry_run else None  # a start has copied it
     foreign = foreign_checkpoint(named, output_dir)
     record = output_dir if foreign is None else foreign.record
