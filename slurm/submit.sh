@@ -51,6 +51,11 @@ if (($# == 0)); then
   exit 2
 fi
 
+late='^--(account|array|constraint|cpus-per-task|exclude|exclusive|gpus(-per-node|-per-task)?|gres|mem|nodelist|nodes|ntasks(-per-node)?|partition|qos|time)(=|$)'
+for word in "${@:2}"; do
+  [[ ! $word =~ $late ]] || say "note:    ${word%%=*} stands after $1, so sbatch does not read it: options of sbatch stand before the job script"
+done
+
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 export STOKER_ROOT=$root # the job finds the repository from any directory
 python="$root/slurm/run_python.sh" # a separate process: sbatch passes this environment on
@@ -94,7 +99,8 @@ sbatch=$!
 export -n STOKER_SUBMITTED # for jobs alone
 if ! IFS= read -r line <&"$answer"; then
   wait "$sbatch" && exit || code=$? # with sbatch's exit code and message
-  sinfo -o "%20P %12l %6D %6c %10m %20G %f" >&2 || true # what there is
+  # What there is, unless sbatch could not read its options (255).
+  ((code == 255)) || sinfo -o "%20P %12l %6D %6c %10m %20G %f" >&2 || true
   exit "$code"
 fi
 job=${line%%;*} on=()
@@ -168,6 +174,6 @@ if [[ -f ${notes[0]} ]] && queue=$(squeue --me --noheader --format=%A); then
   find "$root/.stoker" -maxdepth 1 -name 'submitted-*' -mtime +60 -delete || true
 fi
 [[ $parsable == yes ]] && printf '%s\n' "$line" || printf 'Submitted batch job %s\n' "$job"
-say "watch:   squeue --job=$job"
+say "watch:   python status.py --watch"
 say "cancel:  scancel $job"
 wait "$sbatch"

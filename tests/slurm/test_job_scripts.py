@@ -131,12 +131,15 @@ def test_the_recorded_command_works_when_pasted(stand_ins):
 
 
 def test_submit_makes_no_job_where_sbatch_makes_none(stand_ins):
-    for code in (3, 0):  # sbatch's own refusal, and --test-only
+    # sbatch's own refusals, of a job and of its options, and --test-only.
+    for code, names in ((3, ["sbatch", "sinfo"]), (255, ["sbatch"]), (0, ["sbatch"])):
         stand_ins.sbatch_says("", code)
         done = stand_ins.run("slurm/submit.sh", TRAIN)
         assert (done.returncode, done.stdout) == (code, "")
-        names = ["sbatch", "sinfo"] if code else ["sbatch"]
         assert [name for name, *_ in stand_ins.calls()] == names
+    done = stand_ins.run("slurm/submit.sh", "-N2", TRAIN, "--time=9", "train.py", "--timer")
+    told = f"note:    --time stands after {TRAIN}, so sbatch does not read it: options of sbatch"
+    assert done.stdout == f"{told} stand before the job script\n"
     for words in ([], ["--check"], ["-N2"], ["--wrap=hostname"]):
         done = stand_ins.run("slurm/submit.sh", *words)
         assert done.returncode == 2

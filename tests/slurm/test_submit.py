@@ -72,7 +72,7 @@ def test_a_valid_job_is_released_and_trains(slurm, jobs, submit, tmp_path):
     (number,) = re.fullmatch(r"Submitted batch job (\d+)\n", done.stdout).groups()
     log = tmp_path / f"my job {number}.log"
     assert f"log:     {log}\n" in done.stderr
-    assert f"squeue --job={number}\ncancel:  scancel {number}" in done.stderr
+    assert f"status.py --watch\ncancel:  scancel {number}" in done.stderr
     assert f"touch '{run}/STOP'" in done.stderr
     assert "job:     my job, 1 node(s) of 2 process(es)" in done.stderr
     assert "stop signal comes 300 s before it" in done.stderr
@@ -107,7 +107,8 @@ def test_refused_jobs_are_cancelled_with_the_reason(slurm, jobs, submit, tmp_pat
         done = submit(*words)
         assert (done.returncode, done.stdout) == (code, ""), done.stderr
         assert message in done.stderr
-        assert "squeue --job" not in done.stderr
+        assert "status.py --watch" not in done.stderr
+        assert "log: " not in done.stderr
     assert queue(slurm) == []
     assert not (tmp_path / "run").exists()
 

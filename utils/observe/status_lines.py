@@ -219,7 +219,7 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
     for job in others:
         reason = f", {job.reason}" if job.reason != "None" else ""
         where = f"; its run will be {job.output_dir}" if job.output_dir else ""
-        what = f"job {job.name}: {job.state.lower()}{reason}{where or '; it has no run here yet'}"
+        what = f"job {job.name}: {job.state.lower()}{reason}{where}"
         word = "waiting" if job.state == "PENDING" else "job"
         if job.log:
             word, what = "failed", f"{job.output_dir}: {job.failure}"

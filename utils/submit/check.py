@@ -52,15 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     job = job_fields(fields, answer)
     log = job["StdOut"].replace("%x", job["Name"]).replace("%A", job["JobID"])
     log = log.replace("%j", job["JobID"])
-    _say(f"log:     {log}")
     kind, gpus = Path(job_script).name, gpus_per_node(job)
-    for note in check_request(job, gpus, answers):
-        _say(f"note:    {note}")
-    note_bad_nodes(options, kind, job["Partition"])
     if kind in ONE_NODE and job["NumNodes"] != "1":
         raise ConfigurationError(
             f"{kind} is for one node, not {job['NumNodes']}: {ONE_NODE[kind]}, or leave out --nodes"
         )
+    command = [] if kind == "prepare_job.sh" else dry_run_command(kind, arguments)
+    for note in check_request(job, gpus, answers):
+        _say(f"note:    {note}")
+    note_bad_nodes(options, kind, job["Partition"])
     if kind == "prepare_job.sh":
         settings = parse_preparation(arguments)
         check_preparation(settings)
@@ -69,7 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"prepare_data.py: valid settings, the job writes {settings.output_dir}")
         make_log_folder(log)
         return 0
-    command = dry_run_command(kind, arguments)
     is_sweep = kind == "sweep_job.sh"
     # For a sweep, check the first point's launch. Later each point's dry run uses its own strategy.
     first = next(iter(read_sweep(arguments[0]).points.values())) if is_sweep else arguments
@@ -157,22 +156,22 @@ def note_bad_nodes(options: Sequence[str], kind: str, partition: str) -> None:
 
 
 def make_log_folder(log: str) -> None:
-    """Make the folder of the log. Without it, Slurm ends the job at once and prints no message.
+    """Make the folder of the log, and print the log's path.
 
-    Raises ConfigurationError if this fails. A folder with "%" in its name is not made, because
-    Slurm replaces the "%" pattern.
+    Without this folder, Slurm ends the job at once and prints no message. A folder with "%" in its
+    name is not made, because Slurm replaces the "%" pattern. Raises ConfigurationError.
     """
     folder = Path(log).parent
-    if "%" in str(folder) or folder.is_dir():
-        return
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigurationError(
-            f"the folder of the log, {folder}, is not there and cannot be made "
-            f"({error.strerror}): Slurm would end the job at once. Give another --output=FILE"
-        ) from error
-    _say(f"made:    {folder}, the folder of the log")
+    if "%" not in str(folder) and not folder.is_dir():
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"the folder of the log, {folder}, is not there and cannot be made "
+                f"({error.strerror}): Slurm would end the job at once. Give another --output=FILE"
+            ) from error
+        _say(f"made:    {folder}, the folder of the log")
+    _say(f"log:     {log}")
 
 
 def _say(line: str) -> None:

@@ -83,17 +83,17 @@ def test_the_dry_run_gets_the_launch_and_the_job_is_reported(check, tmp_path, mo
     assert (environment["ACCELERATE_USE_FSDP"], environment["FSDP_VERSION"]) == ("true", "2")
     assert environment[SUBMITTING] == "1"
     assert capfd.readouterr().out.splitlines() == [
-        "log:     /tmp/7.log",
         "job:     a b, 2 node(s) of 2 GPU(s), 2 process(es); strategy by "
         "accelerate_configs/fsdp2.yaml, by ACCELERATE_CONFIG=accelerate_configs/fsdp2.yaml",
         "limit:   1:00:00; Slurm's stop signal comes 300 s before it; a job that stopped is queued "
         "again and resumes",
         "WARNING  each start overwrites the log: add #SBATCH --open-mode=append to job.sh",
+        "log:     /tmp/7.log",
     ]
     assert check(str(script), options=["--open-mode=append"]) == 0
     assert "overwrites" not in capfd.readouterr().out
     assert check(str(script), Requeue="0") == 0
-    limit = capfd.readouterr().out.splitlines()[2]
+    limit = capfd.readouterr().out.splitlines()[1]
     assert limit.startswith("limit:   1:00:00; no stop signal to the batch shell before it (add #")
     assert limit.endswith("a job that stopped is not queued again (--no-requeue, JobRequeue=0)")
     monkeypatch.setenv("CODE", "2")
@@ -145,6 +145,11 @@ def test_jobs_that_cannot_work_are_refused(check):
         (["pretrain.py"], {"script": "train_job.sh"}, "for one node, not 2: slurm/multinode_job"),
         (["pretrain.py"], {"script": "sweep_job.sh"}, "for one node, not 2: each point"),
         (["examples/demo_figures.py"], {}, "does not know --dry_run.*with sbatch"),
+        (
+            ["--time=9", "x"],
+            {"refusal": NEVER, "tres_per_node": "gres:gpu:8"},
+            "--time=9 is no tra",
+        ),
         (["pretrain.py"], {"NumTasks": "8"}, "8 tasks on 2 node.*--ntasks-per-node=1"),
         (
             ["pretrain.py"],
