@@ -150,7 +150,10 @@ def _report(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) 
                 return list(json.loads(stream.readline()))
         except (OSError, ValueError) as error:
             if time.monotonic() >= deadline:
-                what = f"{allocation.host} ({error}) got no answer from"
+                reason = "the connection was closed"
+                if isinstance(error, OSError):
+                    reason = error.strerror or str(error)  # timed out
+                what = f"{allocation.host} ({reason}) got no answer from"
                 return [_missed(allocation, what, timeout_s)]
         time.sleep(0.1)
 

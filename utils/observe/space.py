@@ -96,13 +96,17 @@ def show_space(folder: Path) -> str:
 def find_spaces(folder: Path, unread: list[OSError]) -> dict[Path, str]:
     """Return {path: "run", "dataset" or "cache"}: runs and datasets below a folder, and the caches.
 
-    Links are followed only in the folder itself, because runs/ is often a link. `unread` gets an
-    error for each folder that cannot be read.
+    Links are followed only in the folder itself, because runs/ is often a link. The
+    runs in benchmarks/results come with the repository and are left out. `unread` gets an error
+    for each folder that cannot be read.
     """
     links = sorted(path for path in folder.iterdir() if path.is_symlink() and path.is_dir())
     found, seen = dict[Path, str](), set[Path]()
+    repository = Path(__file__).parents[2]
+    shipped = repository / "benchmarks" / "results"
     for root in (folder, *links):
         for top, folders, names in os.walk(root, onerror=unread.append):
+            folders[:] = [name for name in folders if Path(top, name).absolute() != shipped]
             if kind := next((KINDS[name] for name in names if name in KINDS), None):
                 folders.clear()
                 real = Path(top).resolve()
@@ -110,7 +114,7 @@ def find_spaces(folder: Path, unread: list[OSError]) -> dict[Path, str]:
                     seen.add(real)
                     found[Path(top)] = kind
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    caches = (home, cache_root(), Path(__file__).parents[2] / ".stoker")
+    caches = (home, cache_root(), repository / ".stoker")
     return found | {path: "cache" for path in caches if path.is_dir()}
 
 

@@ -238,9 +238,10 @@ def sync_wandb(directories: Sequence[str], all_in: str | None) -> int:
     """
     runs = [Path(each) for each in directories] or runs_below(Path(all_in or "runs"))
     load_env_file()
-    done, left = 0, []
+    done, left, records = 0, [], 0
     for run in runs:
-        found = run.glob("wandb/offline-run-*/run-*.wandb")
+        found = [*run.glob("wandb/offline-run-*/run-*.wandb")]
+        records += len(found)
         files = sorted(file for file in found if not _marker(file).exists())  # newest last
         if files and read_status(run, {}).state == "running":
             say(f"{run} is running; to follow it: wandb beta sync --live {files.pop()}")
@@ -254,7 +255,8 @@ def sync_wandb(directories: Sequence[str], all_in: str | None) -> int:
             f"wandb did not take {', '.join(left)}, as it says above. It needs WANDB_API_KEY in "
             "the environment or .env, or `wandb login`, and a server in reach."
         )
-    say(f"wandb: {done} uploaded, nothing left")
+    none = "no offline records in RUN/wandb; the setting report_to: wandb makes them"
+    say(f"wandb: {f'{done} uploaded, nothing left' if records else none}")
     return 0
 
 

@@ -74,6 +74,31 @@ def test_nodes_hear_of_each_other_and_strangers_are_ignored(port):
     listen("n1", port + 1).close()  # the port is free again
 
 
+def test_a_node_without_an_answer_says_why_in_words(port, monkeypatch):
+    monkeypatch.setenv("STOKER_MEET_TIMEOUT_S", "1")
+    with pytest.raises(UnfitClusterError, match=r"n2 \(Connection refused\) got no answer from"):
+        check_nodes(node(1, port), FACTS)
+    listener = listen("n1", port + 1)
+
+    def hang_up() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                listener.accept()[0].close()
+
+    thread = threading.Thread(target=hang_up)
+    thread.start()
+    closed = (
+        r"n2 \((the connection was closed|Connection reset by peer|Broken pipe)\) got no answer"
+    )
+    try:
+        with pytest.raises(UnfitClusterError, match=closed):
+            check_nodes(node(1, port), FACTS)
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
 def test_a_taken_port_and_a_time_that_is_none_are_refused(port, monkeypatch):
     for taken in (port, port + 1):  # rank 0's port, and the port of the rendezvous
         with (

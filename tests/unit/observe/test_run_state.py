@@ -581,3 +581,14 @@ def test_it_starts_without_torch(tmp_path):
         [sys.executable, "-c", program, str(tmp_path / "run")], cwd=ROOT, check=False
     )
     assert done.returncode == 0
+
+
+def test_a_run_without_wandb_records_names_the_setting_that_makes_them(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)  # no .env
+    run = make_run(tmp_path / "run")
+    assert status.main([str(run), "--sync"]) == 0
+    assert (
+        "no offline records in RUN/wandb; the setting report_to: wandb" in capsys.readouterr().out
+    )

@@ -92,6 +92,17 @@ def test_each_run_dataset_and_cache_is_counted_once(run, tmp_path):
     assert "purged" not in shown
 
 
+def test_runs_that_come_with_the_repository_are_left_out(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(space, "__file__", str(tmp_path / "utils" / "observe" / "space.py"))
+    results = tmp_path / "benchmarks" / "results"
+    write_run(results / "real_text")
+    monkeypatch.chdir(tmp_path)
+    shown = show_space(Path())
+    assert "runs/a run: run" in shown
+    assert "real_text" not in shown
+    assert "real_text" in show_space(results)
+
+
 def test_the_oldest_file_decides_when_a_purge_damages_a_run(run, tmp_path, monkeypatch):
     now, old = time.time(), run / "config.yaml"
     monkeypatch.setenv("STOKER_PURGE_DAYS", "30")
