@@ -29,9 +29,11 @@ _TEXTS = (
     *("text", "content", "body", "document", "article", "raw_content", "code", "chat", "dialogue"),
 )
 _CONTEXT = {
-    "context": "input", "input": "input", "systeminstruction": "system", "system_prompt": "system",
-    "system": "system", "history": "history", "tools": "tools", "functions": "functions",
-}  # fmt: skip
+    **dict.fromkeys(("document", "article", "passage", "paragraph", "context", "input"), "input"),
+    **dict.fromkeys(("systeminstruction", "system_prompt", "system"), "system"),
+    **dict.fromkeys(("complex_cot", "thought", "thinking", "reasoning"), "reasoning_content"),
+    **{name: name for name in ("reasoning_content", "history", "tools", "functions")},
+}
 
 Renaming = dict[str, str]  # {column of the file: column of a row format in rows.py}
 
@@ -120,7 +122,8 @@ def _chats(
 ) -> Iterator[Renaming]:
     context = {ours: spelled[name] for name, ours in _CONTEXT.items() if name in spelled}
     beside = {theirs: ours for ours, theirs in context.items()}
-    system = {theirs: ours for theirs, ours in beside.items() if ours != "input"}
+    of_answers = ("input", "reasoning_content")
+    system = {theirs: ours for theirs, ours in beside.items() if ours not in of_answers}
     for name in ("chosen",) if "chosen" in fields else (*CHATS, "data"):
         if name in spelled:
             yield {**system, spelled[name]: "messages"}

@@ -24,6 +24,8 @@ from utils.prepare.values import (
     read_tokens,
     refuse_media,
     renamed,
+    split_thought,
+    tools_of,
     wrong_type,
 )
 
@@ -42,8 +44,8 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "text": MEDIA,
     "messages": _OF_CHATS,
     "sharegpt": _OF_CHATS,
-    "alpaca": ("input", "history", *_OF_CHATS),
-    "prompt_completion": ("history", *_OF_CHATS),
+    "alpaca": ("input", "history", "reasoning_content", *_OF_CHATS),
+    "prompt_completion": ("history", "reasoning_content", *_OF_CHATS),
     "segments": ("special_tokens",),  # true: add BOS and EOS
     "tokens": ("labels", "attention_mask", *MASKS),
 }
@@ -264,7 +266,11 @@ def document_fields(
         pieces = PIECES[row_format](fields.shown(column), fields)
         return {"pieces": pieces, "special_tokens": fields.get("special_tokens") is True}
     refuse_media("the row", fields)
-    extras = {"tools": _tools(fields), "chat_template_kwargs": _template_kwargs(fields)}
+    name, tools = fields.either("tools", "functions")
+    extras = {
+        "tools": tools_of(fields.shown(name), tools),
+        "chat_template_kwargs": _template_kwargs(fields),
+    }
     if row_format == "prompt_completion":
         return _prompt_and_completion(fields) | extras
     if row_format == "alpaca":
@@ -291,15 +297,17 @@ def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
     Raises UnusableRowError if one is a text and the other messages, or if either is faulty.
     """
     prompt, completion = fields["prompt"], fields["completion"]
-    question, answer, history = map(fields.shown, ("prompt", "completion", "history"))
+    question, answer = map(fields.shown, ("prompt", "completion"))
     if _is_chat(prompt):
-        if fields.get("history"):
-            raise UnusableRowError("wrong_type", f"{history} goes into the messages of {question}")
+        for name in ("history", "reasoning_content"):
+            if fields.get(name) and (name == "history" or not isinstance(completion, str)):
+                problem = f"{fields.shown(name)} goes into the messages of {question} or {answer}"
+                raise UnusableRowError("wrong_type", problem)
         if isinstance(completion, list) and any(isinstance(one, str) for one in completion):
             raise wrong_type(answer, "a text, or messages of role and content", completion)
         asked = fields.messages("prompt")
         if isinstance(completion, str) and not _is_chat(completion):  # the text of the answer
-            said = messages_of(answer, [{"role": ASSISTANT, "content": completion}])
+            said = messages_of(answer, [_answer(fields, completion)])
         else:
             said = fields.messages("completion")
         last, first = asked[-1], said[0]
@@ -313,8 +321,8 @@ def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
         raise wrong_type(question, f"a list of messages, as {answer} is", prompt)
     check_text(question, prompt)
     _check_words(fields, "completion")
-    of_chats = ("tools", "functions", "system", "system_prompt", "chat_template_kwargs", "history")
-    given = {name: decoded(fields.get(name)) for name in of_chats}
+    of_chats = {*OPTIONAL["prompt_completion"]} - {*MEDIA}
+    given = {name: decoded(fields.get(name)) for name in sorted(of_chats)}
     given["chat_template_kwargs"] = _template_kwargs(fields)
     if names := [fields.shown(k) for k, value in given.items() if value and str(value).strip()]:
         raise UnusableRowError(
@@ -341,9 +349,18 @@ def _alpaca_turns(fields: _Row) -> Iterator[dict[str, Any]]:
     )
     if calls and are_calls:
         found = tool_calls_of(fields.shown("output"), calls)
-        yield {"role": ASSISTANT, "content": "", "tool_calls": found}
+        yield {**_answer(fields, ""), "tool_calls": found}
     else:
-        yield {"role": ASSISTANT, "content": output}
+        yield _answer(fields, output)
+
+
+def _answer(fields: _Row, text: str) -> dict[str, Any]:
+    """Return the answer with the thought of its row, if `text` does not begin with a thought."""
+    thought = fields.get("reasoning_content")
+    if not str(thought or "").strip() or split_thought(text)[0]:
+        return {"role": ASSISTANT, "content": text}
+    check_text(fields.shown("reasoning_content"), thought)
+    return {"role": ASSISTANT, "content": text, "reasoning_content": thought}
 
 
 def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str, Any]]:
@@ -364,29 +381,6 @@ def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str,
         problem = f"{fields.shown(name)} and the first message give different system texts"
         raise UnusableRowError("two_systems", f"{problem}: keep one")
     return messages
-
-
-def _tools(fields: _Row) -> list[Any] | None:
-    """Return the tools of a row in OpenAI's form; None if the row has no tools."""
-    name, tools = fields.either("tools", "functions")
-    tools = decoded(tools)
-    if not tools or (isinstance(tools, str) and not tools.strip()):
-        return None
-    found = []
-    for given in map(decoded, tools if isinstance(tools, list) else [tools]):
-        if not isinstance(given, Mapping):
-            raise wrong_type(fields.shown(name), "a list of JSON schemas", fields[name])
-        tool = dict(given)
-        if "input_schema" in tool and "parameters" not in tool:  # Anthropic
-            tool = {"parameters" if key == "input_schema" else key: tool[key] for key in tool}
-        if "function" not in tool and "name" in tool:
-            tool = {"type": "function", "function": tool}
-        function = tool.get("function")
-        if isinstance(function, Mapping) and "parameters" in function:
-            function = {**function, "parameters": decoded(function["parameters"])}
-            tool = {**tool, "function": function}
-        found.append(tool)
-    return found
 
 
 def _template_kwargs(fields: _Row) -> Mapping[str, Any] | None:

@@ -157,6 +157,31 @@ def check_text(what: str, text: Any) -> None:
         raise UnusableRowError("invalid_utf8", message) from None
 
 
+def tools_of(column: str, value: Any) -> list[Any] | None:
+    """Return the tools of a row in OpenAI's form; None without tools. column: its name in errors.
+
+    Raises UnusableRowError if `value` is no list of JSON schemas.
+    """
+    tools = decoded(value)
+    if not tools or (isinstance(tools, str) and not tools.strip()):
+        return None
+    found = []
+    for given in map(decoded, tools if isinstance(tools, list) else [tools]):
+        if not isinstance(given, Mapping):
+            raise wrong_type(column, "a list of JSON schemas", value)
+        tool = dict(given)
+        if "input_schema" in tool and "parameters" not in tool:  # Anthropic
+            tool = {"parameters" if key == "input_schema" else key: tool[key] for key in tool}
+        if "function" not in tool and "name" in tool:
+            tool = {"type": "function", "function": tool}
+        function = tool.get("function")
+        if isinstance(function, Mapping) and "parameters" in function:
+            function = {**function, "parameters": decoded(function["parameters"])}
+            tool = {**tool, "function": function}
+        found.append(tool)
+    return found
+
+
 def read_segments(column: str, fields: Mapping[str, Any]) -> Pieces:
     """Return the (text, is trained on) pairs in a row of axolotl's `input_output` format.
 

@@ -73,7 +73,9 @@ def said(document):
         calls = [call["function"] for call in message.get("tool_calls", ())]
         is_context = message.get("weight") == 0 or number < document.first_trained
         is_idle = is_context and message["role"] == "assistant"
-        found.append((message["role"], message["content"], *calls, *["untrained"] * is_idle))
+        thoughts = [f"thinks {thought}"] if (thought := message.get("reasoning_content")) else []
+        rest = (*thoughts, *calls, *["untrained"] * is_idle)
+        found.append((message["role"], message["content"], *rest))
     return found
 
 
@@ -110,7 +112,7 @@ TAKEN = {
         chat({"role": "user", "content": [part("q", "value")], "loss_weight": 0.0},
              says([{"type": "reasoning", "value": "t"}, {"type": "tool_call", "value": TEXT_CALL}],
                   loss_weight=1.0)),
-        [Q, CALLING],
+        [Q, ("assistant", "", "thinks t", CALL)],
     ),
     "ms-swift agent": (
         chat(Q, ("tool_call", TEXT_CALL), ("tool_call", '{"name": "go", "arguments": {}}'),
@@ -194,7 +196,7 @@ TAKEN = {
     "messages as JSON texts": ({"messages": [json.dumps(t) for t in turns(Q, A)]}, [Q, A]),
     "ChatGLM": ({"conversations": turns(Q, A)}, [Q, A]),
     "old datasets": ({"conversations": {"from": ["human", "gpt"], "value": ["q", "a"]}}, [Q, A]),
-    "R1 distilled": (chat(Q, says("a", reasoning_content="t")), [Q, A]),
+    "R1 distilled": (chat(Q, says("a", reasoning_content="t")), [Q, (*A, "thinks t")]),
     "think tags": (chat(Q, says("<think>t</think>a")), [Q, ("assistant", "<think>t</think>a")]),
     "ultrafeedback":
         (chat(Q, A, prompt="q", chosen=turns(Q, A), rejected=turns(Q, B)), [Q, A]),
@@ -218,6 +220,17 @@ NAMED = {
          [[("user", "q\nc"), A]]),
     "OpenOrca":
         ({"id": "1", "system_prompt": "s", "question": "q", "response": "a"}, [[S, Q, A]]),
+    "RACE":
+        ({"article": "c", "question": "q", "options": ["a"], "answer": "a"},
+         [[("user", "q\nc"), A]]),
+    "DROP": ({"passage": "c", "question": "q", "answer": "a"}, [[("user", "q\nc"), A]]),
+    "medical o1":
+        ({"Question": "q", "Complex_CoT": "t", "Response": "a"}, [[Q, (*A, "thinks t")]]),
+    "R1 distilled columns":
+        ({"prompt": "q", "reasoning": "t", "response": "a"}, [[Q, (*A, "thinks t")]]),
+    "R1 distilled prompts":
+        ({"prompt": turns(Q), "reasoning_content": "t", "response": "a"},
+         [[Q, (*A, "thinks t")]]),
     "GPTeacher": ({"instruction": "q", "input": "i", "response": "a"}, [[("user", "q\ni"), A]]),
     "Firefly": ({"kind": "k", "input": "q", "target": "a"}, PAIR),
     "input and output": ({"input": "q", "output": "a"}, PAIR),
@@ -320,6 +333,12 @@ REFUSED = {
     "two calls keys":
         (chat(Q, says(tool_calls=CALLED, function_call=CALL)),
          "'tool_calls' and 'function_call': keep one"),
+    "prompt with a thought":
+        ({"prompt": "q", "completion": "a", "reasoning_content": "t"},
+         "'reasoning_content' go with messages.* names 'prompt' instruction"),
+    "messages with a thought beside":
+        ({"prompt": turns(Q), "completion": turns(A), "reasoning_content": "t"},
+         "'reasoning_content' goes into the messages of 'prompt' or 'completion'"),
     "prompt with system": ({"prompt": "q", "completion": "a", "system": "s"}, "'system' go with"),
     "SQuAD":
         ({"context": "c", "question": "q", "answers": {"text": ["a"], "answer_start": [0]}},
@@ -506,6 +525,14 @@ THOUGHTS = {
 def test_a_thought_is_found_wherever_it_is_written(kind):
     answer = document_fields(chat(Q, THOUGHTS[kind]), "messages")["messages"][1]
     assert (answer["content"], answer["reasoning_content"]) == ("a", "t")
+
+
+def test_the_thought_of_a_column_goes_with_the_answer_unless_it_has_one(tmp_path):
+    for output in ("a", "<think>t</think>a"):
+        row = {"instruction": "q", "output": output, "reasoning_content": "t"}
+        thinks = ["thinks t"] * (output == "a")
+        path = samples.write_jsonl(tmp_path / "a.jsonl", [row])
+        assert documents(path) == [[Q, ("assistant", output, *thinks)]]
 
 
 def test_columns_that_are_false_or_0_count_as_not_read(tmp_path):
