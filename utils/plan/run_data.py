@@ -239,10 +239,11 @@ def load_run_data(
     plans = [pack(dataset, data, fine_tuning=fine_tuning) for dataset in opened]
     for (name, _), dataset, plan in zip(named, opened, plans, strict=True):
         most = data.max_eval_sequences if name in splits else None
+        is_plain = dataset.loss_mask is None and dataset.description.chat_template_sha256 is None
         logger.info("%s: %s", name, packing_line(dataset, plan, most))
         if name in splits:
             warn_of_small_split(name, dataset)
-        elif fine_tuning and tokenizer.chat_template and _is_plain_text(dataset):
+        elif fine_tuning and tokenizer.chat_template and is_plain:
             told = "has plain text: all of it is trained on, without the model's chat template"
             logger.warning("%s: %s %s", name, dataset.path, told)
     # Any token of the model can pad: no document sees the padding, and it is not trained on.
@@ -301,10 +302,6 @@ def _prompts(
     known = [each.description for each in examples]
     chats = any(each.chat_template_sha256 or not each.tokenizer for each in known)
     return load_prompts(run.sample_prompts, tokenizer, chats=chats, most_tokens=most_tokens)
-
-
-def _is_plain_text(dataset: TokenDataset) -> bool:
-    return dataset.loss_mask is None and dataset.description.chat_template_sha256 is None
 
 
 def _tokenizer_problems(

@@ -4,7 +4,9 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from utils.checkpoints.discovery import (
     LEAST_KEPT,
@@ -15,7 +17,12 @@ from utils.checkpoints.discovery import (
 )
 from utils.checkpoints.files import CONFIG, PROVENANCE, REPORT, readable
 from utils.checkpoints.record import RunRecord
-from utils.config.errors import ConfigurationError, StorageError, UnfitClusterError
+from utils.config.errors import (
+    ConfigurationError,
+    NoProgressError,
+    StorageError,
+    UnfitClusterError,
+)
 from utils.config.precision import CHOSEN
 from utils.config.raw_data import PREPARED
 from utils.config.settings import RunSettings
@@ -34,6 +41,7 @@ logger = logging.getLogger(__name__)
 MARK = ".stoker-preflight-"  # prefix of a temporary file's name
 SIGHT_LIMIT_S = 5.0  # an NFS client caches a directory's contents for some seconds
 PROBE_BYTES = 2**14
+STARTS_WITHOUT_PROGRESS = 3
 
 
 def check_same_start(settings: RunSettings, launch: LaunchFacts) -> None:
@@ -186,3 +194,31 @@ def known_files(output_dir: Path) -> bool:
             f"{others[0]}): name another directory; nothing is written over."
         )
     return False
+
+
+def check_progress(
+    starts: Sequence[Mapping[str, Any]], resume_from: str | None, job: Mapping[str, Any] | None
+) -> None:
+    """Raise NoProgressError if three earlier starts of a requeued job resumed at the same step.
+
+    `starts` is the list in provenance.json. `job` is the result of `slurm_job`. A job that was not
+    requeued passes. Restarts inside a job pass and are not counted, because the job script itself
+    requeues the job after two starts at the same step.
+    """
+    if job is None or int(job["restart_count"] or 0) == 0 or int(job.get("restart_in_job") or 0):
+        return
+    where = Path(resume_from or "step 0").name
+    number = sum(
+        Path(start["resumed_from"] or "step 0").name == where
+        for start in starts
+        if start["slurm"]
+        and all(start["slurm"][key] == job[key] for key in ("cluster", "job_id"))
+        and not int(start["slurm"].get("restart_in_job") or 0)
+    )
+    if number >= STARTS_WITHOUT_PROGRESS:
+        raise NoProgressError(
+            f"job {job['job_id']} began {number} times at {where} and reached no "
+            "checkpoint beyond it. Look in its log for what ended it each time; if it was the time "
+            "limit, give it more (--time) or save more often (a smaller save_steps). sbatch of the "
+            "same command tries again."
+        )

@@ -37,7 +37,7 @@ from utils.checkpoints.files import (
 from utils.checkpoints.pickles import guard_loading, refuse_code
 from utils.checkpoints.record import RunRecord
 from utils.checkpoints.store import BackgroundWriter, Checkpoints, remove_leftovers
-from utils.config.errors import ConfigurationError, NoProgressError, StorageError
+from utils.config.errors import ConfigurationError, StorageError
 from utils.config.launch_settings import group_sizes, is_hybrid, strategy_variables
 from utils.config.recipes import MASKED_NOTE, dump_yaml
 from utils.config.settings import RunSettings
@@ -80,7 +80,6 @@ from utils.run.trackers import prepare_trackers
 
 logger = logging.getLogger(__name__)
 
-STARTS_WITHOUT_PROGRESS = 3
 # If the Hub cache has one of these files, it has the weights of the model.
 WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json",
@@ -197,7 +196,8 @@ def start_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> tuple[Run, C
     An empty or missing directory gets a new run and config.yaml. If the directory holds a run with
     these settings, this run resumes from the newest undamaged checkpoint. Rank 0 decides for all
     ranks. Raises ConfigurationError if the directory holds another run or other files, StorageError
-    for too little space or damaged checkpoints, and NoProgressError (see `check_progress`).
+    for too little space or damaged checkpoints, and NoProgressError if a requeued job does not
+    get beyond a step.
     """
     settings = plan.settings
     preflight.check_storage(plan, launch)
@@ -240,7 +240,7 @@ def _claim(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
     run = find_run(plan, data, launch)
     weights = weights_origin(settings, launch.strategy, run.resume_from)
     starts = RunRecord(output_dir).starts
-    check_progress(starts, run.resume_from, slurm_job(os.environ))
+    preflight.check_progress(starts, run.resume_from, slurm_job(os.environ))
     remove_stale_requests(output_dir)
     if not starts:
         text = "# The resolved settings of this run; `--config` takes this file as a recipe.\n"
@@ -341,34 +341,6 @@ def find_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
     done = read_manifest(checkpoint).step >= plan.total_steps
     done |= patience is not None and own_state.get(UNIMPROVED, 0) >= patience
     return Run(run_id, str(checkpoint), has_final and done, facts)
-
-
-def check_progress(
-    starts: Sequence[Mapping[str, Any]], resume_from: str | None, job: Mapping[str, Any] | None
-) -> None:
-    """Raise NoProgressError if three earlier starts of a requeued job resumed at the same step.
-
-    `starts` is the list in provenance.json. `job` is the result of `slurm_job`. A job that was not
-    requeued passes. Restarts inside a job pass and are not counted, because the job script itself
-    requeues the job after two starts at the same step.
-    """
-    if job is None or int(job["restart_count"] or 0) == 0 or int(job.get("restart_in_job") or 0):
-        return
-    where = Path(resume_from or "step 0").name
-    number = sum(
-        Path(start["resumed_from"] or "step 0").name == where
-        for start in starts
-        if start["slurm"]
-        and all(start["slurm"][key] == job[key] for key in ("cluster", "job_id"))
-        and not int(start["slurm"].get("restart_in_job") or 0)
-    )
-    if number >= STARTS_WITHOUT_PROGRESS:
-        raise NoProgressError(
-            f"job {job['job_id']} began {number} times at {where} and reached no "
-            "checkpoint beyond it. Look in its log for what ended it each time; if it was the time "
-            "limit, give it more (--time) or save more often (a smaller save_steps). sbatch of the "
-            "same command tries again."
-        )
 
 
 def _check_weights(

@@ -14,7 +14,8 @@ from utils.config.own_code import OwnCode
 from utils.config.precision import CHOSEN
 from utils.launch.processes import LaunchFacts
 from utils.run import preflight
-from utils.run.start import check_progress, report_strategy
+from utils.run.preflight import check_progress
+from utils.run.start import report_strategy
 
 JOB = {"job_id": "42", "cluster": "c", "restart_count": "3"}
 
