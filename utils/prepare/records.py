@@ -1,5 +1,6 @@
 """Readers of all kinds of source files: cut a file into parts, and read the records of a part."""
 
+import codecs
 import csv
 import io
 import json
@@ -81,14 +82,18 @@ def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
     try:
         yield from READERS[part.file.kind](part, columns)
     except UnicodeError as error:
-        raise ConfigurationError(
-            f"{part.file.path}: not UTF-8 ({error}); convert it, for example with iconv -f "
-            "WINDOWS-1252 -t UTF-8"
-        ) from error
+        raise ConfigurationError(f"{part.file.path}: {_not_utf8(part.file, error)}") from error
     except (OSError, pa.ArrowException) as error:
         raise ConfigurationError(
             f"{part.file.path}: cannot be read, the file is damaged or was cut short ({error})"
         ) from error
+
+
+def _not_utf8(file: SourceFile, error: UnicodeError) -> str:
+    with open_source(file.path, file.compression) as stream:
+        is_utf16 = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    encoding = "UTF-16" if is_utf16 else "WINDOWS-1252"
+    return f"not UTF-8 ({error}); convert it, for example with iconv -f {encoding} -t UTF-8"
 
 
 def converter(own_format: str) -> Callable[[Record], Record | BadRow]:
@@ -147,7 +152,8 @@ def _read_jsonl(part: FilePart, _: Sequence[str] | None) -> Records:
                 continue
             location = Location(part.file.path, "line", number, offset)
             try:
-                value = json.loads(line.decode("utf-8").removeprefix("\ufeff"))
+                text = line.decode("utf-8").removeprefix("\ufeff")
+                value = json.loads(text, parse_constant=_constant)
             except UnicodeDecodeError as error:
                 message = f"not UTF-8 at byte {error.start} of the line"
                 yield BadRow("invalid_utf8", message, location)
@@ -156,6 +162,11 @@ def _read_jsonl(part: FilePart, _: Sequence[str] | None) -> Records:
                 yield BadRow("malformed_json", message, location)
             else:
                 yield _object(value, location)
+
+
+def _constant(word: str) -> float | None:
+    """Return the value of a JSON constant. NaN is null, because pandas writes missing texts so."""
+    return None if word == "NaN" else float(word)
 
 
 def _object(value: Any, location: Location) -> Record | BadRow:
@@ -172,7 +183,7 @@ def _read_json(part: FilePart, _: Sequence[str] | None) -> Records:
     path = part.file.path
     with open_source(path, part.file.compression) as stream:
         text = stream.read().decode("utf-8-sig").strip()
-    values, start, decoder = [], 0, json.JSONDecoder()
+    values, start, decoder = [], 0, json.JSONDecoder(parse_constant=_constant)
     while start < len(text):
         try:
             value, stop = decoder.raw_decode(text, start)

@@ -460,6 +460,10 @@ FILES = {
          ["a", LONG]),
     "an object around data":
         ("a.json", json.dumps({"data": [{"text": "a"}], "n": []}, indent=1), ["a"]),
+    "NaN of pandas":
+        ("a.jsonl", '{"instruction": "q", "input": NaN, "output": "a"}\n', [[Q, A]]),
+    "NaN of pandas in an array":
+        ("a.json", '[{"instruction": "q", "input": NaN, "output": "a"}]', [[Q, A]]),
     "semicolons": ("a.csv", "prompt;completion\nq, q;a\n", [["q, q", "a"]]),
     "bars": ("a.csv", "prompt|completion\nq;q|a\n", [["q;q", "a"]]),
     "tabs": ("a.csv", "prompt\tcompletion\nq\ta\n", [["q", "a"]]),

@@ -134,6 +134,7 @@ def test_bytes_that_are_no_text_are_a_bad_row_where_a_text_is_needed(tmp_path):
         ("a.csv", b'text\n"a" b\n', r"a\.csv:2: malformed CSV"),
         ("a.json", b'[{"text": "a"}, {"text": oops}]', r"malformed JSON \(Expecting value: line 1"),
         ("a.json", b"[" * 100_000, "recursion"),
+        ("a.csv", "text\na\n".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
         ("a.parquet", b"PAR1 nothing PAR1", r"a\.parquet: cannot be opened"),
     ],
 )
