@@ -39,6 +39,7 @@ from utils.prepare.rows import (
 from utils.prepare.values import (
     ASSISTANT,
     LOCATIONS,
+    ODD_CHARACTERS,
     BadRow,
     Location,
     UnusableRowError,
@@ -234,6 +235,11 @@ class DocumentTokenizer:
     def _notes(self, document: ChatDocument, chat: MaskedChat) -> Counter[str]:
         """Return a chat's counts for NOTES: empty or missing thoughts, special tokens in text."""
         empty = [thought.span() for thought in EMPTY_THOUGHT.finditer(chat.text)]
+        answers = [
+            message["content"]
+            for message in document.messages[document.first_trained :]
+            if message["role"] == ASSISTANT and message.get("weight") != 0
+        ]
         trained = sum(any(a < end and begin < b for a, b in chat.spans) for begin, end in empty)
         thinks = has_thought(document.messages[-1])
         # SmolLM3 trains the empty thought of its own prompt: harmless after such a prompt.
@@ -246,11 +252,8 @@ class DocumentTokenizer:
                 for start in (chat.starts if empty else ())
             ),
             thoughts_after_closed_prompts=int(thinks and closed),
-            special_tokens_in_answers=sum(
-                message["role"] == ASSISTANT and message.get("weight") != 0
-                for message in document.messages[document.first_trained :]
-                if self._specials.search(message["content"])
-            ),
+            special_tokens_in_answers=sum(map(bool, map(self._specials.search, answers))),
+            odd_characters_in_answers=sum(map(bool, map(ODD_CHARACTERS.search, answers))),
         )
 
     @cached_property

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ MEDIA = tuple(
 )
 NOTHING: tuple[Any, ...] = (None, "", [], {})
 MASKS = ("assistant_masks", "completion_mask")
+# Line ends of Windows, control and zero-width characters, remains of wrong decoding or of HTML.
+ODD_CHARACTERS = re.compile(
+    "[\r\x00-\x08\x0b\x0c\x0e-\x1f\u200b\ufeff\ufffd]|â€|&(?:amp|lt|gt|quot|nbsp|#39);"
+)
 LOCATIONS = b"locations"  # the key of packed locations in the metadata of a record batch
 
 # Pieces of a document in order: (text or token ids, whether the piece is trained on).

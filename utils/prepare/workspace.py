@@ -56,6 +56,9 @@ NOTES = {
     "{enable_thinking: true}, or that as their column chat_template_kwargs",
     "special_tokens_in_answers": "answers hold special tokens as text, such as an end of a turn, "
     "which are trained on as these tokens: remove those that the chat template prints itself",
+    "odd_characters_in_answers": "answers have line ends of Windows (\\r), control or zero-width "
+    "characters, or remains of wrong decoding or of HTML (&amp;), which the model learns to write: "
+    "remove them unless they are meant",
     "without_last_answer": "chats end with a message that is not the assistant's; that "
     "message is not trained on",
     "without_earlier_thinking": "chats train earlier answers without their thoughts, which the "

@@ -285,6 +285,17 @@ def test_answers_before_the_only_empty_thought_are_counted(trained, caplog, sett
     assert trained("last", samples.chat("q", "Paris"))[1]["answers_without_empty_thought"] == 0
 
 
+@pytest.mark.parametrize("odd", ["\r\n", "\x00", "\u200b", "\ufffd", "donâ€™t", "&quot;"])
+def test_odd_characters_of_answers_that_are_trained_on_are_counted(trained, caplog, odd):
+    caplog.set_level("INFO")
+    row = samples.chat("q", f"Rome{odd}", f"q{odd}", "Oslo", "q", f"{odd}Paris")
+    assert trained("out", row)[1]["odd_characters_in_answers"] == 2
+    assert "2 answers have line ends of Windows" in caplog.text
+    row["messages"][1]["weight"] = 0
+    assert trained("weighted", row)[1]["odd_characters_in_answers"] == 1
+    assert trained("fine", samples.chat("q", "a & b\n"))[1]["odd_characters_in_answers"] == 0
+
+
 def test_a_chat_without_a_user_names_the_role_that_may_be_the_user(trained, tmp_path):
     row = samples.chat("q", "Paris")
     row["messages"][0]["role"] = "customer"
