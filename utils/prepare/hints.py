@@ -19,7 +19,7 @@ _ANSWERS = (
     *("output", "response", "answer", "solution", "completion", "target", "targets", "outputs"),
     *("generation", "assistant", "gpt", "bot", "generated_solution", "canonical_solution"),
     *("answers", "summary", "highlights", "tgt", "message_2", "chatgpt_answers", "output_text"),
-    *("targets_pretokenized", "preferred_output", "reply", "replies"),
+    *("targets_pretokenized", "preferred_output", "reply", "replies", "response_j"),
 )
 CHATS = (
     *("messages", "conversation", "conversations", "dialogue", "dialog", "chat", "turns"),
@@ -86,10 +86,11 @@ def misreading(given: Mapping[str, Any], source: Source) -> str:
             "one row, or filter on role to train on each as a text"
         )
     label = str(fields.get("label")).lower()
-    if label in ("true", "false") and "label" not in filtered and "text" not in fields:
+    bad, good = ("0", "1") if "completion" in fields and label in ("0", "1") else ("false", "true")
+    if label in (bad, good) and "label" not in filtered and "text" not in fields:
         return (
             "its label says which answers are good (KTO): in a recipe give the source the filter "
-            "{label: true}, or {label: [true, false]} to train on all"
+            f"{{label: {good}}}, or {{label: [{good}, {bad}]}} to train on all"
         )
     if "chosen" in fields and "completion" not in fields:
         chats = [decoded(fields[name]) for name in ("messages", "conversations") if name in fields]

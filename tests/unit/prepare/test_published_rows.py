@@ -231,6 +231,7 @@ NAMED = {
     "R1 distilled prompts":
         ({"prompt": turns(Q), "reasoning_content": "t", "response": "a"},
          [[Q, (*A, "thinks t")]]),
+    "Stack Exchange pairs": ({"question": "q", "response_j": "a", "response_k": "b"}, PAIR),
     "GPTeacher": ({"instruction": "q", "input": "i", "response": "a"}, [[("user", "q\ni"), A]]),
     "Firefly": ({"kind": "k", "input": "q", "target": "a"}, PAIR),
     "input and output": ({"input": "q", "output": "a"}, PAIR),
@@ -304,6 +305,7 @@ NAMED = {
 }
 REFUSED = {
     "KTO": ({"prompt": "q", "completion": "a", "label": True}, "filter {label: true}"),
+    "KTO as numbers": ({"prompt": "q", "completion": "a", "label": 0}, "filter {label: 1}"),
     "KTO chats": (chat(Q, A, label=False), "filter {label: true}"),
     "LLaVA":
         (shared(("human", "<image>\nq"), ("gpt", "a"), image="a.jpg"), "the row has 'image': text"),
