@@ -4,12 +4,12 @@ arguments         the settings of pretrain.py and sft_train.py: fields, help, de
 own_code          the user's callbacks and loss, from files of this machine
 preparation       the settings of prepare_data.py
 raw_data          raw files in train_data, and the prepared datasets that take their place
-declarations      name, type and default of a setting; values with sources
-foreign_words     what to type instead of an unknown, misspelled or refused setting
+declarations      name, type and default of each setting; values, and where each was given
+foreign_words     error messages for unknown, misspelled and refused settings
 command_line      reads flags and recipes, and reports all faults in one error
 recipes           strict YAML files, and `extends`
 settings          the settings of a run: resets overruled ones, derives missing ones, checks all
-rules             settings that contradict each other, or switch another setting off
+rules             pairs of settings in which one contradicts the other or switches it off
 refusals          checks that refuse settings which cannot work
 strategy          the accelerate config of `--strategy`; the GPUs of `--assume`
 launch_settings   settings of accelerate that are refused or overruled

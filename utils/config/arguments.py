@@ -103,7 +103,7 @@ class ModelArguments(ModelConfig):
 
 @dataclass
 class _ChangedDefaults:
-    """Defaults that Stoker changes in TrainingArguments to suit unattended runs, with reasons."""
+    """Settings of TrainingArguments with other defaults, for unattended runs. Comments say why."""
 
     # The filter would hide NaN and wait for the device twice in every micro-batch.
     logging_nan_inf_filter: bool = False
@@ -148,7 +148,7 @@ class _ChangedDefaults:
             self.dataloader_pin_memory = False  # there is no GPU to copy to
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings for trackers such as wandb, with known secrets masked."""
+        """Return {name: value} of the settings, without secrets, for trackers such as wandb."""
         return redacted(super().to_dict())  # type: ignore[misc]
 
 
@@ -171,7 +171,7 @@ class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # a wid
 
 
 def with_values(arguments: Arguments, **values: Any) -> Arguments:
-    """Return a copy with changed `values`, without `__post_init__`, which would set up devices."""
+    """Return a copy with `values` changed. Skips `__post_init__`, which would set up devices."""
     copied = copy.copy(arguments)
     vars(copied).update(values)
     return copied
@@ -195,7 +195,7 @@ def token_count(written: float | str) -> int:
 
 
 def profiled_steps(written: str) -> tuple[int, int]:
-    """Parse `10:13` or `10` to (first step, last step + 1). Raise ValueError for other forms.
+    """Parse `10:13` (steps 10 to 12) or `10` to (10, 13) or (10, 11). Raises ValueError.
 
     >>> profiled_steps("10:13"), profiled_steps("10")
     ((10, 13), (10, 11))
@@ -212,7 +212,7 @@ def profiled_steps(written: str) -> tuple[int, int]:
 
 
 def train_sources(entries: Sequence[str]) -> dict[str, float | None]:
-    """Parse entries `DIR` or `DIR=weight` to {directory: weight or None}. Raises ValueError."""
+    """Return {directory: weight} of entries `DIR=weight` or `DIR` (None). Raises ValueError."""
     sources: dict[str, float | None] = {}
     for entry in entries:
         directory, equals, tail = entry.rpartition("=")
@@ -260,7 +260,8 @@ def eval_splits(entries: Sequence[str]) -> dict[str, str]:
 def batch_sizes(last: int | None, by_step: Mapping[Any, int]) -> dict[int, int]:
     """Return {first step: global batch size from this step on}. Raises ConfigurationError.
 
-    last: the final size, global_batch_size; None if global_batch_size is the mapping `by_step`
+    by_step: this mapping as the user gave it, where steps may be text. last: the final size, which
+    global_batch_size repeats; None if the user gave `by_step` as global_batch_size.
 
     >>> batch_sizes(128, {"0": 64, "2000": 128})
     {0: 64, 2000: 128}
@@ -279,9 +280,9 @@ def batch_sizes(last: int | None, by_step: Mapping[Any, int]) -> dict[int, int]:
 
 
 def fitting_micro_batch(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Return the largest micro-batch size, at most the given one, that divides a rank's batch.
+    """Return the largest size up to `micro_batch_size` that divides a rank's share of a batch.
 
-    0 if the global batch is no multiple of `world_size`.
+    A rank's share is global_batch_size / world_size. Returns 0 if this is not a whole number.
     """
     sizes = range(min(micro_batch_size, global_batch_size // world_size), 0, -1)
     return next((size for size in sizes if global_batch_size % (size * world_size) == 0), 0)

@@ -51,10 +51,11 @@ def read_settings(
 ) -> SettingValues:
     """Return the settings that the dataclasses declare, read from flags, recipes and defaults.
 
-    Flags win over recipes, later recipes over earlier ones. settle: functions that reset settings
-    without effect and derive missing ones. checks: functions that yield faults. Each function stops
-    when it reads a missing or faulty setting. Raises ConfigurationError with all faults, Answer
-    with the text of `--print_config`, and SystemExit after `--help`.
+    A flag wins over recipes, and a later recipe wins over an earlier one. settle: functions that
+    reset settings without effect and derive missing ones. checks: functions that yield faults. A
+    function of `settle` or `checks` ends when it reads a missing or faulty setting. Raises
+    ConfigurationError with all faults, Answer with the text of `--print_config`, and SystemExit
+    after `--help`.
     """
     declared = declared_settings(argument_classes)
     argv = ["--help" if word == "-h" else word for word in (sys.argv[1:] if argv is None else argv)]
@@ -89,7 +90,7 @@ def read_settings(
 
 
 def _of_another_toolkit(entries: Mapping[str, Given], values: SettingValues) -> Iterator[str]:
-    """Yield a fault that names the import command for each recipe with many unknown settings."""
+    """Yield a line for each recipe with many unknown settings: it names the import command."""
     names = (name for name in values.unusable - values.declared.keys() if "." not in name)
     unknown = [entries[name] for name in names]  # the importer's toolkits have flat configs
     files = Counter(each.source.rpartition(":")[0] for each in unknown if each.rank != FLAGS_RANK)
@@ -112,7 +113,7 @@ def check_required(values: SettingValues) -> Iterator[str]:
 def _checked_values(
     entries: Mapping[str, Given], declared: Mapping[str, Declaration], problems: list[str]
 ) -> SettingValues:
-    """Convert the entries to the types of their settings; add a line per fault to `problems`."""
+    """Return the entries, converted to the settings' types; add a line per fault to `problems`."""
     values = SettingValues(declared, {})
     # First whole mappings, then single keys (lr_scheduler_kwargs.min_lr), weakest source first.
     for name, entry in sorted(entries.items(), key=lambda item: "." in item[0] and item[1].rank):
@@ -154,9 +155,10 @@ def without_sections(
 
 
 def mapping_of(name: str, declared: Mapping[str, Declaration]) -> str:
-    """Return the setting that a name with a dot belongs to; "" if no setting matches.
+    """Return the setting that has the key of a name SETTING.KEY; "" if no setting matches.
 
-    lr_scheduler_kwargs.KEY gives lr_scheduler_kwargs, model_config.KEY model_config_overrides.
+    Two examples: lr_scheduler_kwargs.KEY is a key of lr_scheduler_kwargs, and model_config.KEY is a
+    key of model_config_overrides.
     """
     head, dot, _ = name.partition(".")
     found = (each for each in (head, f"{head}_overrides") if each in declared)
@@ -166,7 +168,7 @@ def mapping_of(name: str, declared: Mapping[str, Declaration]) -> str:
 def with_value(mapping: Given | None, path: Sequence[str], entry: Given) -> Given:
     """Return the mapping with the value of `entry` at `path`, a list of keys, outermost first.
 
-    A mapping from a stronger source than that of `entry` is returned unchanged.
+    The mapping is returned unchanged if it has a higher rank than `entry` (see Given).
     """
     if mapping is not None and mapping.rank > entry.rank:
         return mapping
@@ -184,7 +186,10 @@ def with_value(mapping: Given | None, path: Sequence[str], entry: Given) -> Give
 
 
 def _as_typed(ours: str, entry: Given, declared: Mapping[str, Declaration]) -> str:
-    """Return an unknown setting's value as text to type after `ours`; "" if its type is wrong."""
+    """Return an unknown setting's value as text to type after our name for it, `ours`.
+
+    Returns "" if the value does not have the type of our setting.
+    """
     value, is_flag = entry.value, entry.rank == FLAGS_RANK
     with suppress(ValueError):
         if ours in declared:
@@ -195,10 +200,10 @@ def _as_typed(ours: str, entry: Given, declared: Mapping[str, Declaration]) -> s
 
 
 def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Return {flag: words after the flag} and the faults.
+    """Return {flag: words after the flag}, and the faults as lines.
 
-    `--a-b=word` means `--a_b word`. Hydra's `a.b=word` means `--a.b word`, but after a flag other
-    than --config it is a word of this flag.
+    `--a-b=word` means `--a_b word`. Hydra's form `a.b=word` means `--a.b word` before all flags
+    and after --config. After any other flag, `a.b=word` is a word of this flag.
     """
     flags: dict[str, list[str]] = {}
     problems = []

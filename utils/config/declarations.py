@@ -1,4 +1,4 @@
-"""Declarations of settings, and the values of all settings with the source of each value."""
+"""Declarations of settings, and the values of all settings. Each value has its source (Given)."""
 
 import copy
 import dataclasses
@@ -32,7 +32,7 @@ class UnusableSettingError(LookupError):
 
 @dataclass(frozen=True)
 class Declaration:
-    """A setting, declared by a field of the argument class `owner`.
+    """The declaration of a setting: a field of the dataclass `owner`, such as RunArguments.
 
     types    members of the type hint: (int, NoneType) for `int | None`
     origins  `types` without type arguments: list instead of `list[str]`
@@ -104,9 +104,9 @@ def _members(hint: Any) -> tuple[Any, ...]:
 def checked_value(declaration: Declaration, value: Any) -> Any:
     """Return the value in the setting's type. Raises ValueError if the value does not fit.
 
-    An integer becomes a float, and a single value a list, if the type demands it. But 4.0 is no
-    integer, 1 is not true, and "3" is no number. If the type does not allow null, null means the
-    default, provided that the default is in NOTHING.
+    If the type demands it, an integer becomes a float, and a single value becomes a list. But 4.0
+    is no integer, 1 is not true, and "3" is no number. If the type does not allow null, null means
+    the default of a setting that is empty or off by default (see NOTHING).
     """
     choices, origins, got = declaration.choices, declaration.origins, json.dumps(value, default=str)
     if value is None and not declaration.required:
@@ -163,7 +163,7 @@ def counted_ranks(number: int) -> str:
 
 
 def placeholder(declaration: Declaration) -> str:
-    """Return a setting's value in help texts: "a|b" for choices, else a word such as INTEGER."""
+    """Return how help texts write a setting's value: "a|b" for choices, or a word as INTEGER."""
     if declaration.choices is not None:
         return "|".join(map(shown, declaration.choices))
     words = {bool: "true|false", int: "INTEGER", float: "NUMBER", dict: "JSON", list: "VALUE ..."}
@@ -172,10 +172,10 @@ def placeholder(declaration: Declaration) -> str:
 
 @dataclass(frozen=True)
 class Given:
-    """A setting's value and source: "recipes/demo.yaml:3", "--seed", or why it was derived.
+    """A setting's value and its source: "recipes/demo.yaml:3", "--seed", or why it was derived.
 
-    rank: 0 for a derived value, 1, 2, ... for recipe files in order, FLAGS_RANK for flags. The
-    highest rank wins.
+    rank: precedence of the source. A derived value has 0, the recipe files have 1, 2, ... in
+    their order, and flags have FLAGS_RANK. The value with the highest rank wins.
     """
 
     value: Any
@@ -188,7 +188,7 @@ DEFAULT = Given(None, "default")
 
 @dataclass(eq=False)
 class SettingValues(Mapping[str, Any]):
-    """The values of all settings by name, from which `build` makes dataclasses.
+    """A mapping {name: value} of all settings. `build` makes a dataclass of some of them.
 
     unusable     missing or faulty settings; reading one raises UnusableSettingError
     notes        log lines on overruled and derived settings
@@ -208,7 +208,7 @@ class SettingValues(Mapping[str, Any]):
 
     @property
     def data_ranks(self) -> int:
-        """Count the ranks that read different data. Ranks that share sequences count as one."""
+        """Return the number of ranks, where ranks that share sequences count as one."""
         return max(self.world_size // max(self["context_parallel"], 1), 1)
 
     @property
@@ -230,7 +230,7 @@ class SettingValues(Mapping[str, Any]):
         return len(self.declared)
 
     def written(self, name: str) -> Any:
-        """Return a setting's value for a recipe, with counts as integers: 180, not 180.0."""
+        """Return a setting's value for a recipe. Counts are integers: 180, not 180.0."""
         value, default = self[name], self.declared[name].default
         is_count = type(default) is int or name.endswith(("_steps", "_tokens", "_epochs"))
         return int(value) if is_count and type(value) is float and value.is_integer() else value
@@ -257,7 +257,10 @@ class SettingValues(Mapping[str, Any]):
         return f"{name} {shown(self[name])} ({self.source(name)})"
 
     def build(self, argument_class: type[Arguments], **instead: Any) -> Arguments:
-        """Create `argument_class` from given values; `instead` wins. Raises ConfigurationError."""
+        """Return an `argument_class` with its given settings; values in `instead` replace them.
+
+        Raises ConfigurationError if the class refuses a value.
+        """
         own = [name for name in self.given if self.declared[name].owner is argument_class]
         try:
             return argument_class(**{**{name: self.given[name].value for name in own}, **instead})

@@ -22,7 +22,8 @@ def help_text(
 ) -> str:
     """Return the text of `--help` (common settings), `--help all` or `--help NAME ...`.
 
-    NAME is a setting or a topic. Raises ConfigurationError for any other name.
+    words: the words after `--help`. NAME is a setting or a topic. Raises ConfigurationError for any
+    other name.
     """
     is_run = "train_data" in declared
     if is_run and not words:
@@ -47,7 +48,7 @@ def help_text(
 
 
 def _topics(declared: Mapping[str, Declaration]) -> dict[str, list[str]]:
-    """Return {topic: lines of `--help TOPIC`} of the topics with two or more declared settings."""
+    """Return {topic: lines of `--help TOPIC`}. Topics need two settings that `declared` has."""
     topics = {}
     for topic, content in help_file()["topics"].items():
         found = [declared[name] for name in content["settings"].split() if name in declared]
@@ -116,7 +117,10 @@ def _default(declaration: Declaration) -> str:
 
 
 def _story(declaration: Declaration) -> list[str]:
-    """Return the lines of `--help NAME`: help, library, settings that switch it off, documents."""
+    """Return the lines of `--help NAME` on a setting.
+
+    They are its help, its library, settings that switch it off, and pages of the documentation.
+    """
     name = declaration.name
     causes = dict.fromkeys(cause for cause, _, names in RULES if name in names.split())
     pages = [page for page, names in help_file()["pages"].items() if name in names.split()]
@@ -138,10 +142,10 @@ def _library(declaration: Declaration) -> str:
 
 
 def config_text(values: SettingValues, every: bool) -> str:
-    """Return settings as the text of a recipe, each with its source in a comment.
+    """Return the text of `--print_config`: a recipe with each setting's source in a comment.
 
-    Derived settings are comments, because the script derives them again. With `every`, defaults are
-    listed as comments.
+    Derived settings are comments, because the script derives them again. With `every`, settings
+    with their default are listed as comments.
     """
     lines, derived, defaults = [], [], []
     for name in values:

@@ -51,10 +51,11 @@ class Report(list[tuple[int, str]]):
 
 
 class ConfigurationError(ValueError):
-    """Settings or data that cannot work: what was given, why it cannot work, what to do.
+    """Error for settings or data that cannot work.
 
-    Rank 0 prints `problems` (all faults) without a traceback. Scripts exit with `exit_code`.
-    `report` has the log lines that were collected before the error (see Report).
+    Each text in `problems` says what was given, why it cannot work, and what to do. Rank 0 prints
+    these texts without a traceback, and the script exits with `exit_code`. `report` has the log
+    lines that were collected before the error (see Report).
     """
 
     exit_code = ExitCode.REFUSED
@@ -93,7 +94,7 @@ def did_you_mean(missing: str | Path) -> str:
 
 
 class Answer(SystemExit):
-    """Exit of a script with code 0 and a text to print. run_script masks secrets in the text."""
+    """Exception that ends a script with exit code 0. run_script prints its text without secrets."""
 
     def __init__(self, text: str):
         self.text = text
@@ -101,51 +102,51 @@ class Answer(SystemExit):
 
 
 class UnfitClusterError(ConfigurationError):
-    """Nodes, devices or network that cannot run the job. The message names the host."""
+    """Error of nodes, devices or network that cannot run the job. The message names the host."""
 
     exit_code, kind = ExitCode.UNFIT, "cluster error"
 
 
 class UsedPortError(UnfitClusterError):
-    """A port that another process uses. A restart of the job takes other ports."""
+    """Error: another process uses a port of the job. A restart of the job takes other ports."""
 
     exit_code = ExitCode.LOST_RANK
 
 
 class StorageError(ConfigurationError):
-    """Storage that is full or not writable. The message names the host and the directory."""
+    """Error of storage that is full or not writable. The message has the host and directory."""
 
     exit_code, kind = ExitCode.STORAGE, "storage error"
 
 
 class NoProgressError(ConfigurationError):
-    """A job that starts again and again without reaching a new checkpoint."""
+    """Error of a job that starts again and again without reaching a new checkpoint."""
 
     exit_code, kind = ExitCode.NO_PROGRESS, "no progress"
 
 
 class LostProcessError(ConfigurationError):
-    """A helper process that was killed. The message names the host. A restart may work."""
+    """Error: a helper process was killed. The message names the host. A restart may help."""
 
     exit_code, kind = ExitCode.LOST_RANK, "lost process"
 
 
 class NotFiniteError(ConfigurationError):
-    """A loss, gradient or weight that is not finite. The message names the step's documents."""
+    """Error: a loss, gradient or weight is not finite. The message names the step's documents."""
 
     exit_code, kind = ExitCode.NOT_FINITE, "not finite"
     ending = "failed"
 
 
 class SpikeError(ConfigurationError):
-    """A loss spike in a run with `on_spike: stop`. The message names the step and commands."""
+    """Error: a loss spike with `on_spike: stop`. The message names the step and commands."""
 
     exit_code, kind = ExitCode.SPIKE, "loss spike"
     ending = "failed"
 
 
 class OutOfMemoryError(ConfigurationError):
-    """Too little memory of a device or host. The message names rank, phase and remedies."""
+    """Error: the memory of a device or host is full. The message has rank, phase and remedies."""
 
     exit_code, kind = ExitCode.OUT_OF_MEMORY, "out of memory"
     ending = "failed"

@@ -1,4 +1,4 @@
-"""Error messages for unknown and refused settings: what to type instead, or why not.
+"""Error messages for unknown and refused settings: what to type instead, or why it is refused.
 
 foreign_words.yaml has other toolkits' names, and the reasons for refused settings.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def by_name(table: Mapping[str, str]) -> dict[str, str]:
-    """Turn {answer: names separated by spaces} into {name: answer}."""
+    """Return {name: answer} of a table {answer: names separated by spaces}."""
     return {name: answer for answer, names in table.items() for name in names.split()}
 
 
@@ -34,14 +34,14 @@ def other_names() -> dict[str, str]:
 
 
 def our_name(name: str, known: Collection[str]) -> str:
-    """Return our name for another toolkit's setting, such as lr or optimizer.lr; "" if unknown."""
+    """Return our name for another toolkit's setting `name`, such as lr; "" if it is unknown."""
     plain = name.rpartition(".")[2]  # other toolkits have sections, as in training.steps
     ours = other_names().get(plain, plain)
     return ours if ours.partition(".")[0] in known else ""
 
 
 def unknown_name(written: str, known: Iterable[str], value: str = "") -> str:
-    """Return the error message for an unknown setting: a similar name, or why it is refused.
+    """Return the error message for a setting that does not exist here, or is refused.
 
     written: the setting as the user wrote it, "--lr" on a command line, "lr" in a recipe. known:
     names of our settings. value: text that the message adds after our name.

@@ -39,16 +39,19 @@ _OTHERS = "remove it: fsdp2 splits a model over all GPUs; toolkits with it: docs
 
 
 def block(content: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a block of an accelerate config without nulls; keys get the prefix in PREFIXES."""
+    """Return {key: value} of a block such as fsdp_config in an accelerate config, without nulls.
+
+    All keys get the prefix of the block, such as fsdp_ (see PREFIXES).
+    """
     prefix = PREFIXES[name]
     keys = (content.get(name) or {}).items()
     return {prefix + key.removeprefix(prefix): value for key, value in keys if value is not None}
 
 
 def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that `accelerate launch` would set for an accelerate config.
+    """Return {variable: value} that `accelerate launch` would set for an accelerate config.
 
-    The result has only variables that name the strategy or that this module checks.
+    Variables that neither name the strategy nor are checked in this module are left out.
     """
     sharded, deepspeed = block(config, "fsdp_config"), block(config, "deepspeed_config")
     variables = {PRECISION_VARIABLE: str(config.get("mixed_precision") or "no").lower()}
@@ -106,7 +109,7 @@ WRONG: tuple[tuple[str, Callable[[str], bool], str], ...] = (
 
 
 def launch_faults(variables: Mapping[str, str]) -> Iterator[str]:
-    """Yield a fault for each variable of accelerate that would make training wrong."""
+    """Yield a line for each variable of accelerate that would make training wrong."""
     for name, is_wrong, why in WRONG:
         if name in variables and is_wrong(variables[name]):
             key = name.removeprefix("ACCELERATE_").lower()
@@ -133,15 +136,16 @@ def is_hybrid(variables: Mapping[str, str]) -> bool:
 
 
 def group_sizes(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return {variable: size as text}, first HSDP's copies, then its shards; {} without HSDP."""
+    """Return {REPLICAS: number of HSDP's copies, SHARDS: ranks per copy}, as text, or {}."""
     return {name: variables.get(name, "1") for name in _DATA_PARALLEL if is_hybrid(variables)}
 
 
 def derive_group_sizes(values: SettingValues) -> None:
-    """Set HSDP's numbers of copies and shards in `environment` if accelerate's config sets none.
+    """Set HSDP's group sizes in `environment` unless accelerate's config sets them.
 
-    1 and 1 count as none. `dp_shard` ranks share one copy of the states, by default the ranks of a
-    node. Without HSDP, `dp_shard` is reset if the strategy comes from a stronger source.
+    The sizes are the number of copies of the states and the number of ranks that share a copy.
+    Sizes 1 and 1 count as not set. The ranks of a copy are `dp_shard`, or all ranks of a node.
+    Without HSDP, a flag or later recipe for `strategy` resets `dp_shard`.
     """
     environment, shards = values.environment, values["dp_shard"]
     if set(group_sizes(environment).values()) == {"1"}:
@@ -155,7 +159,7 @@ def derive_group_sizes(values: SettingValues) -> None:
 
 
 def _group_faults(values: SettingValues) -> Iterator[str]:
-    """Yield a fault if HSDP's sizes do not fit the number of processes or contradict dp_shard."""
+    """Yield a fault if dp_shard or HSDP's group sizes do not fit the launch or each other."""
     processes, given = values.world_size, values["dp_shard"]
     if not is_hybrid(values.environment):
         if given is not None and processes > 1:
@@ -185,7 +189,7 @@ def _group_faults(values: SettingValues) -> Iterator[str]:
 
 
 def check_launch_settings(values: SettingValues) -> Iterator[str]:
-    """Yield faults of settings of accelerate or DeepSpeed that would make training wrong."""
+    """Yield a line for each setting of accelerate or DeepSpeed that would make training wrong."""
     environment, processes = values.environment, values.world_size
     faults = [*launch_faults(environment)]
     yield from (f"the accelerate config or command: {fault}" for fault in faults)
@@ -201,10 +205,10 @@ def check_launch_settings(values: SettingValues) -> Iterator[str]:
 
 
 def let_recipe_decide(values: SettingValues) -> None:
-    """Write "auto" for DeepSpeed's accumulation and clipping; Trainer fills in the recipe's.
+    """Set DeepSpeed's accumulation and clipping to "auto": Trainer then takes the recipe's values.
 
-    `accelerate config` writes numbers. If they differ from the recipe's, Trainer would refuse them,
-    but only after it has loaded the model.
+    `accelerate config` writes numbers. If a number differs from the recipe's, Trainer would refuse
+    it after it has loaded the model.
     """
     if not is_true("ACCELERATE_USE_DEEPSPEED", values.environment):
         return
@@ -250,11 +254,11 @@ def _deepspeed_file_faults(file: str, values: SettingValues, processes: int) -> 
 
 @contextmanager
 def launch_for_libraries(values: SettingValues) -> Iterator[None]:
-    """Set os.environ to the launch's variables in the with block, for TrainingArguments.
+    """Give os.environ the launch's variables in the with block, in which TrainingArguments is made.
 
-    Leave out the precision of the accelerate config, which would overrule `bf16: false`. In a dry
-    run also leave out the launcher's variables: with WORLD_SIZE=8 accelerate would wait for
-    processes that do not exist.
+    The precision of the accelerate config is removed, because it would overrule `bf16: false`. In a
+    dry run the launcher's variables are removed as well: with WORLD_SIZE=8 accelerate would wait
+    for processes that do not exist.
     """
     hidden = {PRECISION_VARIABLE}
     if values["dry_run"]:

@@ -28,8 +28,8 @@ CHOSEN = ("bf16", RECOMPUTED)
 def settle_precision(values: SettingValues) -> None:
     """Choose `bf16` and `activation_checkpointing` if they are null; add log lines.
 
-    A further log line tells if settings overrule the accelerate config's precision. bf16 on a CPU
-    sets `use_cpu`, because TrainingArguments demands it.
+    If the settings overrule the precision of the accelerate config, a log line says so. For bf16 on
+    a CPU, `use_cpu` becomes true, because TrainingArguments demands it.
     """
     by_launch = values.environment.get(PRECISION_VARIABLE, "no")
     settles_device = values["bf16"] is None or is_true("ACCELERATE_USE_CPU", values.environment)
@@ -59,7 +59,10 @@ def settle_precision(values: SettingValues) -> None:
 
 
 def _choose(values: SettingValues, name: str, choice: Given) -> None:
-    """Set the setting `name` to a choice. A resumed run keeps its first value instead."""
+    """Set the setting `name` to a choice. A resumed run keeps its own value instead.
+
+    A resumed run takes the choice if the choice does not depend on the machine (see BY_MACHINE).
+    """
     before = settings_of_run(values)
     old = before.get(name) if name == RECOMPUTED else bool(before.get(name))
     if before and choice.source in BY_MACHINE and old != choice.value:
@@ -70,7 +73,7 @@ def _choose(values: SettingValues, name: str, choice: Given) -> None:
 
 
 def settings_of_run(values: SettingValues) -> dict[str, Any]:
-    """Return {name: value} of the run to resume, with recorded changes; {} for a new run."""
+    """Return {name: value} of the settings recorded in the run to resume; {} for a new run."""
     places = [Path(str(values["output_dir"]))]
     named = values["resume_from_checkpoint"]
     if isinstance(named, str):
@@ -88,9 +91,9 @@ def settings_of_run(values: SettingValues) -> dict[str, Any]:
 
 
 def _open_precision(values: SettingValues, by_launch: str) -> Given:
-    """Return a boolean for bf16 if the user gave none, with the reason as its source.
+    """Return true or false for a `bf16` that the user did not give. Its source is the reason.
 
-    by_launch: mixed_precision of the accelerate config
+    by_launch: mixed_precision of the accelerate config, "no", "bf16" or "fp16"
     """
     if values["fp16"]:
         return Given(False, values.shown("fp16"))
@@ -112,7 +115,7 @@ def _open_precision(values: SettingValues, by_launch: str) -> Given:
 
 
 def trains_on_fast_gpu(values: SettingValues) -> bool:
-    """Return whether GPUs with fast bf16 train; a dry run without GPUs assumes that they do."""
+    """Return whether the run trains on GPUs with fast bf16. A dry run without GPUs assumes so."""
     if values["assume"]:
         with suppress(ValueError):  # check_strategy reports it
             return assumed_gpus(values["assume"]).bf16
@@ -125,14 +128,14 @@ def trains_on_fast_gpu(values: SettingValues) -> bool:
 
 
 def gpu_capability() -> tuple[int, int] | None:
-    """Return the lowest compute capability of the visible GPUs; None if there is no GPU."""
+    """Return the lowest compute capability of the visible GPUs, as (8, 0); None without a GPU."""
     if not torch.cuda.is_available():
         return None
     return min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())))
 
 
 def _computes_on_cpu(values: SettingValues) -> bool:
-    """Return True if the run is known to train on a CPU. On a login node this is not known."""
+    """Return whether the run surely trains on a CPU; False on a login node if it may use GPUs."""
     sharding = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
     if any(is_true(name, values.environment) for name in sharding):
         return False  # sharding needs GPUs, and is refused without them

@@ -1,4 +1,4 @@
-"""The settings of `prepare_data.py`, and checks of the settings that read no data."""
+"""The settings of `prepare_data.py`, and their checks, which do not open the data."""
 
 import logging
 import re
@@ -85,7 +85,8 @@ def parse_preparation(
 def override_sources(values: SettingValues) -> None:
     """Remove `format` and `columns` from a recipe's sources if flags give them; add log lines.
 
-    chat_template_kwargs of a source stays, because it overrides the flag. A log line says so.
+    `chat_template_kwargs` of a source is not removed: it overrides the flag, and a log line says
+    so.
     """
     keys = ("format", "columns", "chat_template_kwargs")
     for name, key in product(("sources", "eval_sources"), keys):
@@ -112,7 +113,7 @@ def _check_required(values: SettingValues) -> Iterator[str]:
 
 
 def prepare_command(given: PreparationArguments) -> str:
-    """Return the command line that prepares with these settings, quoted for a shell."""
+    """Return the command of prepare_data.py with these settings, quoted for a shell."""
     words = ["python", "prepare_data.py"]
     for each in fields(given):
         value = getattr(given, each.name)
@@ -122,13 +123,13 @@ def prepare_command(given: PreparationArguments) -> str:
 
 
 def shard_of(arguments: PreparationArguments) -> tuple[int, int]:
-    """Return (index, number of shards) from the setting `shard`; without it (0, 1)."""
+    """Return (index from 0, number of shards) of the setting `shard`; (0, 1) if it is not given."""
     index, _, number = (arguments.shard or "0/1").partition("/")
     return int(index), int(number)
 
 
 def check_preparation(given: PreparationArguments) -> None:
-    """Raise one ConfigurationError that lists invalid and contradictory settings. Read no file."""
+    """Raise one ConfigurationError that lists all invalid and contradictory settings."""
     valid_shard = re.fullmatch(r"\d+/\d+", given.shard or "0/1") is not None
     index, number = shard_of(given) if valid_shard else (1, 0)
     faults = {
@@ -165,7 +166,7 @@ def check_preparation(given: PreparationArguments) -> None:
 
 
 def check_template_variables(given: Any, what: str = "chat_template_kwargs") -> None:
-    """Raise ValueError if chat template variables are wrong. what: the setting that has them."""
+    """Raise ValueError if chat template variables are wrong. what: the setting's name."""
     if given is not None and not isinstance(given, Mapping):
         raise ValueError(f"{what} is {given!r}: give a mapping, such as {{enable_thinking: false}}")
     for name, value in (given or {}).items():
@@ -180,12 +181,12 @@ def check_template_variables(given: Any, what: str = "chat_template_kwargs") -> 
 
 @dataclass(frozen=True)
 class Source:
-    """A source of documents, from `sources` or `eval_sources`: paths, format, columns, amount.
+    """A source of documents, from the setting `sources` or `eval_sources`.
 
-    split: "train", or the name of the evaluation split to write. from_split: the split to read from
-    a folder with several splits; None: the split named `split`. columns: pairs (name in the files,
-    our name). own_format: FILE.py:NAME of the user's function that converts a record. subset,
-    revision and max_files are for datasets of the Hub.
+    split: name of the split to write, "train" or an evaluation split. from_split: the split to read
+    in a folder with several splits. None means the split with the name in `split`.
+    columns: pairs (name in the files, our name). own_format: FILE.py:NAME of the user's function
+    that converts a record. subset, revision and max_files are for datasets of the Hub.
     """
 
     paths: tuple[str, ...]
@@ -212,7 +213,7 @@ ENTRY_KEYS = (
 def sources_of(arguments: PreparationArguments) -> list[Source]:
     """Parse the settings `sources` and `eval_sources`. Raises ConfigurationError.
 
-    Plain paths of one split share a Source. Each mapping becomes a Source.
+    All plain paths of a split become one Source. Each mapping becomes another Source.
     """
     sources: dict[Any, Source] = {}
     problems: list[str] = []

@@ -1,4 +1,4 @@
-"""Raw training data: files of text or chats in train_data. A run tokenizes them first."""
+"""Raw training data: files of text or chats in train_data. A run tokenizes them before training."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -21,10 +21,11 @@ _NOT_RAW = ("*.arrow", "*.safetensors", "*state.json", "dataset_info.json", "sto
 
 @dataclass(frozen=True)
 class RawData:
-    """The raw files that a run tokenizes into `folder`: sources (PATH), eval_sources (NAME=PATH).
+    """The raw files that a run tokenizes, and the names of the datasets that it writes.
 
-    tokenizer: the setting tokenizer_name_or_path. prepared_data: the value of train_data that names
-    the prepared datasets in place of the raw files.
+    sources: paths. eval_sources: entries NAME=PATH. folder: where the datasets are written.
+    tokenizer: the setting tokenizer_name_or_path. prepared_data: a value of train_data that names
+    the written datasets.
     """
 
     sources: list[str]
@@ -48,9 +49,9 @@ def is_raw(path: str) -> bool:
 def datasets_of_raw(sources: Mapping[str, float | None], taken: Collection[str]) -> dict[str, str]:
     """Return {raw file: name of the dataset that is made from the file}.
 
-    sources: {path: weight}. taken: names of evaluation splits, which a dataset cannot have. Raw
-    files without weights become one dataset, `train`. With weights each file becomes a dataset: the
-    first is `train`, the others are named after their files.
+    sources: {path: weight or None}. taken: names that a dataset cannot have, because evaluation
+    splits have them. All raw files without weights become one dataset, `train`. With weights, each
+    file becomes a dataset. The first dataset is `train`. The others are named after their files.
     """
     raw = [path for path in sources if is_raw(path)]
     names = dict.fromkeys(raw, TRAIN)
@@ -63,7 +64,10 @@ def datasets_of_raw(sources: Mapping[str, float | None], taken: Collection[str])
 
 
 def take_out_raw(data: DataArguments, output_dir: str) -> tuple[DataArguments, RawData | None]:
-    """Return (settings with prepared datasets in place of raw files, the raw files or None)."""
+    """Return the settings with prepared datasets in place of raw files, and the raw files.
+
+    Without raw files, returns the unchanged settings and None.
+    """
     sources, splits = train_sources(data.train_data), eval_splits(data.eval_data)
     raw = datasets_of_raw(sources, splits)
     if not raw:
@@ -94,7 +98,7 @@ def take_out_raw(data: DataArguments, output_dir: str) -> tuple[DataArguments, R
 
 
 def hold_out(values: SettingValues) -> None:
-    """Add to eval_data the split `validation`, which validation_fraction holds out of raw files."""
+    """Add the split `validation` to eval_data if validation_fraction takes it out of raw files."""
     with suppress(ValueError):  # check_forms reports it
         raw = [path for path in train_sources(values["train_data"] or []) if is_raw(path)]
         splits = values["eval_data"]
@@ -107,7 +111,11 @@ def hold_out(values: SettingValues) -> None:
 
 
 def check_raw_data(values: SettingValues) -> Iterator[str]:
-    """Yield faults: missing files, flags without raw files, validation_fraction with weights."""
+    """Yield a line for each missing file, and each setting that does not fit the training data.
+
+    Settings of RawDataArguments need raw files. With several weighted raw files,
+    validation_fraction is refused.
+    """
     sources = train_sources(values["train_data"])
     raw = [path for path in sources if is_raw(path)]
     if len(raw) > 1 and sources[raw[0]] is not None and values["validation_fraction"]:

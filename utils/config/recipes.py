@@ -1,4 +1,4 @@
-"""Recipe files: strict YAML 1.2 with `extends`; each value has a file and line as its source."""
+"""Recipe files: strict YAML 1.2 with `extends`. Each value keeps its file and line for messages."""
 
 import os
 import re
@@ -38,9 +38,9 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own way
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping; raise MarkedYAMLError for keys that repeat or are not strings.
+        """Return a YAML mapping as a dict. Integer keys, as in {0: 64, 2000: 128}, become strings.
 
-        Integer keys inside a setting, as in {0: 64, 2000: 128}, become strings.
+        Raises MarkedYAMLError for a key that repeats, and for other keys that are not strings.
         """
         names: set[str] = set()
         for key, _ in node.value:
@@ -104,12 +104,15 @@ def load_file(path: Path) -> dict[str, tuple[Any, int]]:
 
 
 def dump_yaml(values: Mapping[str, Any]) -> str:
-    """Return a mapping as YAML text that means the same in YAML 1.1 and 1.2."""
+    """Return a mapping as YAML text, which YAML 1.1 and 1.2 read alike."""
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def entry_text(name: str, value: Any, comment: str = "") -> str:
-    """Return a setting as text of a recipe, with a comment after one line or above several."""
+    """Return a setting as text of a recipe, with a comment.
+
+    The comment follows in the same line, or is above a value of several lines.
+    """
     mappings = isinstance(value, list) and any(isinstance(each, dict) for each in value)
     text = dump_yaml({name: value})
     if isinstance(value, (list, dict)) and not mappings:
@@ -121,7 +124,10 @@ def entry_text(name: str, value: Any, comment: str = "") -> str:
 
 
 def read_recipes(paths: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
-    """Return {name: value with its source} of recipes, and all faults; later recipes win."""
+    """Return {name: value with its source} of all recipes, and the faults as lines.
+
+    If several recipes set a name, the last value is returned.
+    """
     values: dict[str, Given] = {}
     problems: list[str] = []
     files = (file for path in paths for file in _with_extended(Path(path), (), problems))
@@ -134,7 +140,7 @@ def read_recipes(paths: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
 def _with_extended(
     path: Path, parents: tuple[Path, ...], problems: list[str]
 ) -> Iterator[tuple[Path, dict[str, tuple[Any, int]]]]:
-    """Yield (file, settings) of the recipes that `path` extends, depth first, then of `path`."""
+    """Yield (file, its settings): first the recipes that `path` extends, then `path` itself."""
     try:
         if path in parents:
             raise YamlError(f"{path}: recipes extend each other in a circle")

@@ -1,7 +1,7 @@
 """Checks that refuse settings which cannot work, before any file is opened.
 
-A check gets the values of all settings and yields one line per fault. A check ends at a setting
-with a fault that is already reported. utils/config/rules.py has the contradictions of settings.
+A check gets the values of all settings and yields one line per fault. A check ends when it reads a
+setting with a reported fault. utils/config/rules.py lists settings that contradict each other.
 """
 
 import importlib.util
@@ -44,7 +44,7 @@ def check_forms(values: SettingValues) -> Iterator[str]:
 
 
 def check_run(values: SettingValues) -> Iterator[str]:
-    """Yield faults of output_dir, model, hub_model_id, lm_eval_tasks and accept_changes."""
+    """Yield faults of output_dir, model, hub_model_id, use_peft, lm_eval_tasks, accept_changes."""
     if not values["output_dir"]:
         yield "output_dir is required: the directory of this run"
     if not (values["model_name_or_path"] or values["model_config"] or values["init_from"]):
@@ -67,7 +67,7 @@ def check_run(values: SettingValues) -> Iterator[str]:
 
 
 def check_debug(values: SettingValues) -> Iterator[str]:
-    """Yield a fault if `debug` is unknown, or does not go with `compile` or `loss_head`."""
+    """Yield a fault if the value of `debug` is unknown or excludes that of compile or loss_head."""
     if "underflow_overflow" in values["debug"]:
         if values["compile"] is not False or values["loss_head"] != "logits":
             yield f"{values.shown('debug')} needs --compile false and --loss_head logits"
@@ -76,14 +76,18 @@ def check_debug(values: SettingValues) -> Iterator[str]:
 
 
 def check_order(values: SettingValues) -> Iterator[str]:
-    """Yield a fault for `order: sequential` with best_fit packing, which reorders documents."""
+    """Yield a fault for `order: sequential` with `packing: best_fit`, which reorders documents."""
     if values["order"] == "sequential" and values["packing"] == "best_fit":
         given = values.shown("packing")
         yield f"{given} does not keep {values.shown('order')}: give packing: in_order"
 
 
 def check_precision(values: SettingValues) -> Iterator[str]:
-    """Yield faults: trained float16 weights, fp16 on a CPU, 4 bits without LoRA or bitsandbytes."""
+    """Yield faults of number types.
+
+    Weights in float16 cannot be trained, fp16 needs a GPU, and load_in_4bit needs LoRA and the
+    package bitsandbytes.
+    """
     if values["dtype"] == "float16" and not values["use_peft"]:
         yield (
             "dtype float16: weights in float16 cannot be trained (updates underflow); leave dtype "
@@ -101,7 +105,10 @@ def check_precision(values: SettingValues) -> Iterator[str]:
 
 
 def check_fp8(values: SettingValues) -> Iterator[str]:
-    """Yield faults of fp8: layers in 4 bits, no torchao. `plan_float8` checks GPU and model."""
+    """Yield a fault if fp8 is used with load_in_4bit or without torchao.
+
+    `plan_float8` checks later whether GPU and model can use fp8.
+    """
     if not values["fp8"]:
         return
     shown = values.shown("fp8")
@@ -127,7 +134,7 @@ def check_backend(values: SettingValues) -> Iterator[str]:
 
 
 def check_context_parallel(values: SettingValues) -> Iterator[str]:
-    """Yield faults of context_parallel: ranks not divisible by it, wrong attention or strategy."""
+    """Yield faults of context_parallel: it has to fit the ranks, the attention and the strategy."""
     size, processes, environment = values["context_parallel"], values.world_size, values.environment
     shown = values.shown("context_parallel")
     if size < 2:
@@ -153,7 +160,10 @@ def check_context_parallel(values: SettingValues) -> Iterator[str]:
 
 
 def check_evaluation(values: SettingValues) -> Iterator[str]:
-    """Yield faults: save_strategy best, no eval_steps, a wrong or missing best-model metric."""
+    """Yield faults of evaluations and of the best model.
+
+    save_strategy `best` is refused. eval_steps or metric_for_best_model may be missing or wrong.
+    """
     splits = eval_splits(values["eval_data"])
     if values["save_strategy"] == "best":
         yield (

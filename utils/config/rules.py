@@ -86,10 +86,11 @@ RULES = (*MOOT, *CONTRADICTIONS)
 
 
 def leave_out_overruled(values: SettingValues) -> None:
-    """Reset settings that contradict a setting of a stronger source (a flag, a later recipe).
+    """Reset settings of a recipe that contradict a flag or a later recipe.
 
-    Also reset settings that another given setting makes ineffective (see MOOT). Settings that a
-    default makes ineffective stay for now, because a derived value may replace the default.
+    Also reset settings that have no effect beside another setting that the user gave (see MOOT).
+    Settings that have no effect because of a default stay, because a value may still be derived in
+    place of the default.
     """
     rank = values.rank
     for name, cause in _without_effect(values, CONTRADICTIONS):
@@ -101,7 +102,7 @@ def leave_out_overruled(values: SettingValues) -> None:
 
 
 def leave_out_moot(values: SettingValues) -> None:
-    """Reset settings that a default or derived value makes ineffective. Call after deriving all."""
+    """Reset settings without effect (see MOOT). Call this when all missing values are derived."""
     for name, cause in _without_effect(values, MOOT):
         # A value that is off or null has no effect anyway.
         if values.rank(name) > 0 and values[name]:
@@ -128,11 +129,11 @@ def _without_effect(values: SettingValues, rules: Sequence[Rule]) -> Iterator[tu
 
 
 def no_effect(values: SettingValues, name: str, cause: str) -> str:
-    """Return the log line about a setting without effect."""
+    """Return the log line on a setting without effect. cause: the setting that switches it off."""
     return f"{values.shown(name)} has no effect: {values.shown(cause)}"
 
 
 def leave_out(values: SettingValues, name: str, cause: str) -> None:
-    """Reset a setting to its default, and add a log line that names the cause."""
+    """Reset a setting to its default. Add a log line that names `cause`, another setting."""
     values.notes.append(no_effect(values, name, cause))
     del values.given[name]

@@ -1,4 +1,4 @@
-"""The settings of a run, from the command line to objects: reset, derive, check, build."""
+"""The settings of a run: read from flags and recipes, completed, checked and made into objects."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -48,12 +48,12 @@ from utils.config.strategy import describe_launch
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The parsed settings of a run: one object each for run, data, model, training and own code.
+    """The parsed settings of a run. They do not change: RunPlan has the values that it derives.
 
-    values: every setting by name, with its source. script: file name of the script. raw: files that
-    the run tokenizes before training (`data` names the resulting datasets). staged: {(directory,
-    split): (folder, its copy on this node)} of the splits that are copied to this node. The objects
-    do not change later: RunPlan has the derived values.
+    values: every setting by name, with its source. script: file name of the script. raw: the files
+    that the run tokenizes before training; `data` names the datasets made of them. staged:
+    {(directory, split): (folder, its copy on this node)} of the splits that are copied to this
+    node.
     """
 
     run: RunArguments
@@ -74,7 +74,7 @@ class RunSettings:
 
     @property
     def divisible_batch(self) -> int:
-        """The number that the micro-batches of all ranks have to divide."""
+        """The greatest common divisor of all global batches; ranks x micro-batch must divide it."""
         return math.gcd(*self.batch_sizes.values())
 
     @property
@@ -84,7 +84,7 @@ class RunSettings:
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """{name: value} of all settings, as recipes write the values."""
+        """{name: value} of all settings. The values have the form that recipes use."""
         return {name: self.values.written(name) for name in self.values}
 
 
@@ -132,9 +132,9 @@ def _parse(
 
 
 def with_derived(settings: RunSettings, found: Mapping[str, tuple[Any, str]]) -> RunSettings:
-    """Return a copy of the settings with the values in `found`, {name: (value, reason)}.
+    """Return a copy of the settings with the derived values `found`, {name: (value, reason)}.
 
-    `found` can have settings of RunArguments and DataArguments, and per_device_train_batch_size.
+    Names are settings of RunArguments or DataArguments, or per_device_train_batch_size.
     """
     values = replace(settings.values, given={**settings.values.given}, notes=[])
     for name, (value, why) in found.items():
@@ -151,7 +151,7 @@ def with_derived(settings: RunSettings, found: Mapping[str, tuple[Any, str]]) ->
 
 
 def rename_checkpointing(values: SettingValues) -> None:
-    """Rename gradient_checkpointing* to activation_checkpointing*; the stronger source wins."""
+    """Rename gradient_checkpointing* to activation_checkpointing*. A flag or later recipe wins."""
     for name in ("activation_checkpointing", "activation_checkpointing_kwargs"):
         old = name.replace("activation", "gradient")
         if old in values.given and values.rank(old) > values.rank(name):
@@ -162,10 +162,10 @@ def rename_checkpointing(values: SettingValues) -> None:
 
 
 def choose_length(values: SettingValues) -> None:
-    """Keep one limit of the run's length: num_train_epochs, or else max_steps and max_tokens.
+    """Reset num_train_epochs or the other limits of the run's length, max_steps and max_tokens.
 
-    The limit of the stronger source (a flag, a later recipe) stays. If one source gives both,
-    num_train_epochs is reset, as transformers documents.
+    A limit in a flag or a later recipe stays. If num_train_epochs and another limit are both flags
+    or are in one recipe, num_train_epochs is reset, as transformers documents.
     """
     for limit in ("max_steps", "max_tokens"):
         if not values.changed(limit):
@@ -177,7 +177,10 @@ def choose_length(values: SettingValues) -> None:
 
 
 def leave_out_old_keywords(values: SettingValues) -> None:
-    """Reset lr_scheduler_kwargs if a stronger source sets a schedule that does not take them."""
+    """Reset a recipe's lr_scheduler_kwargs if a flag or later recipe names another schedule.
+
+    A schedule that takes these keywords keeps them.
+    """
     from transformers import get_scheduler
 
     schedule, keywords = "lr_scheduler_type", "lr_scheduler_kwargs"
@@ -191,7 +194,10 @@ def leave_out_old_keywords(values: SettingValues) -> None:
 
 
 def split_batch_sizes(values: SettingValues) -> None:
-    """Move a mapping {step: size} from global_batch_size to batch_warmup; keep the last size."""
+    """Move a mapping {step: size} from global_batch_size to batch_warmup.
+
+    global_batch_size becomes the last size.
+    """
     given = values.given.get("global_batch_size")
     if given is not None and isinstance(given.value, dict):
         sizes = batch_sizes(None, given.value)
@@ -203,11 +209,11 @@ def split_batch_sizes(values: SettingValues) -> None:
 
 
 def derive_batch_sizes(values: SettingValues) -> None:
-    """Derive global_batch_size, or a smaller micro-batch if the given global batch needs one.
+    """Derive a missing global_batch_size from the micro-batch, or else a fitting micro-batch.
 
     A smaller micro-batch with more accumulation trains the same. A micro-batch that the user gave
-    is replaced only if the global batch has a stronger source, or if the global batch is a multiple
-    of the micro-batch and only the number of ranks does not fit.
+    is made smaller in three cases: under --suggest, if a flag or later recipe gives the global
+    batch, or if the global batch is a multiple of the micro-batch but not of micro-batch x ranks.
     """
     total, micro = values["global_batch_size"], values["per_device_train_batch_size"]
     ranks = values.data_ranks
@@ -235,7 +241,7 @@ def derive_batch_sizes(values: SettingValues) -> None:
 
 
 def derive_for_one_process(values: SettingValues) -> None:
-    """Derive context_parallel 1 for one process; log that ddp_comm_hook has no effect there."""
+    """For one process, set context_parallel to 1 and log that ddp_comm_hook has no effect."""
     if values.world_size > 1:
         return
     if values["context_parallel"] > 1:
@@ -246,7 +252,7 @@ def derive_for_one_process(values: SettingValues) -> None:
 
 
 def derive_packing(values: SettingValues) -> None:
-    """Derive `packing: in_order` for `order: sequential`; best_fit would change the order."""
+    """Derive `packing: in_order` from `order: sequential`, as `best_fit` reorders documents."""
     if values["order"] == "sequential" and values.rank("packing") == 0:
         values.derive("packing", "in_order", values.shown("order"))
 
@@ -267,8 +273,9 @@ def derive_evaluation(values: SettingValues) -> None:
 def derive_best_model(values: SettingValues) -> None:
     """Derive metric_for_best_model (for a single split), greater_is_better and save_best.
 
-    save_best becomes true if the best model is to be loaded at the end, but some evaluations have
-    no checkpoint. Otherwise Trainer would report the metric of an evaluation that was not saved.
+    save_best saves a checkpoint after each best evaluation. It becomes true if
+    load_best_model_at_end is set and evaluations and saves are at different steps. Without
+    save_best, Trainer would report the metric of an evaluation whose model was not saved.
     """
     with suppress(ValueError):  # check_forms reports it
         splits = list(eval_splits(values["eval_data"]))

@@ -44,9 +44,9 @@ _FORM = re.compile(r"(?:(\d+)x)?(\d+)x(?:(\w[\w ]*)-)?(\d+)GB", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class StrategyConfig:
-    """The accelerate config of a launch; `path` is relative to the repository's root.
+    """The accelerate config of a launch. `path` is relative to the repository's root.
 
-    chosen_by: the setting or variable that named the config, for messages
+    chosen_by: the setting or variable that named this config, as text for messages
     """
 
     path: Path
@@ -60,7 +60,7 @@ class StrategyConfig:
 
     @property
     def shards(self) -> bool:
-        """Return whether the config only shards states: no offload, no DeepSpeed file."""
+        """Return whether the strategy shards states without offload and without DeepSpeed file."""
         own = block(self.content, "fsdp_config") | block(self.content, "deepspeed_config")
         offloads = any(own.get(name) not in (None, False, "none") for name in _OFFLOADS)
         return self.kind in SHARDING and not offloads and "deepspeed_config_file" not in own
@@ -154,7 +154,7 @@ def is_launched(environment: Mapping[str, str]) -> bool:
 
 
 def check_strategy(values: SettingValues) -> Iterator[str]:
-    """Yield faults: unusable strategies, unknown GPUs, assume or suggest without a dry run."""
+    """Yield a fault for an unusable strategy, unknown GPUs, and assume or suggest in a real run."""
     decides = values["dry_run"] and not is_launched(values.environment)
     environment = values.environment if decides else {}
     try:
@@ -186,7 +186,7 @@ class AssumedGpus:
     flops  peak FLOP/s of a GPU in bf16, if known
     link   bytes/s that a GPU can send to the other GPUs of its node, if known
     bf16   whether a GPU multiplies in bf16
-    fp8    whether a GPU multiplies in fp8, or this is not known
+    fp8    False if a GPU is known not to multiply in fp8
     """
 
     name: str
