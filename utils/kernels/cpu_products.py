@@ -18,10 +18,10 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # glibc's codes for mallopt
 def choose_products() -> str | None:
     """Use oneDNN for float32 matrix products if MKL is slow on this CPU; return a log line or None.
 
-    MKL's AVX-512 kernels are fast only on Intel's processors: on an AMD EPYC a float32 step takes
-    1.8 times as long. torch's precision "medium" selects oneDNN, but also allows bfloat16 factors.
-    oneDNN uses such factors only with AMX, and this function verifies that nothing is rounded.
-    Returns None if MKL is fast here or the user set a precision.
+    MKL's AVX-512 kernels are fast only on Intel's processors. On an AMD EPYC a float32 step with
+    MKL takes 1.8 times as long. torch's precision "medium" selects oneDNN, but also allows factors
+    that are rounded to bfloat16. oneDNN rounds factors only on CPUs with AMX. This function checks
+    that nothing is rounded. Returns None if MKL is fast here or the user set a precision.
     """
     avx_512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     slow = avx_512 and not has_amx() and cpu_fact("vendor_id") not in ("", "GenuineIntel")
@@ -45,10 +45,10 @@ def products_name() -> str:
 
 
 def keep_freed_memory(environment: Mapping[str, str]) -> bool:
-    """Make glibc keep freed memory for later use; return whether glibc does.
+    """Make glibc keep freed memory for later allocations; return whether this worked.
 
-    If glibc returned the memory, Linux would clear hundreds of megabytes in each step, which takes
-    a tenth of the time. No change if the user configured malloc.
+    If glibc gave the memory back, Linux would clear hundreds of megabytes in each step. This would
+    take a tenth of the time. Returns False without a change if the user configured malloc.
     """
     told = any(name.startswith(("MALLOC_TRIM_", "MALLOC_MMAP_")) for name in environment)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -58,7 +58,7 @@ def keep_freed_memory(environment: Mapping[str, str]) -> bool:
 
 
 def align_weights(model: nn.Module) -> None:
-    """Align weights on a CPU to cache lines, as in a resumed run, so that MKL sums in one order."""
+    """Align weights on a CPU to cache lines. MKL then sums in the order of a resumed run."""
     for weight in model.parameters():
         if weight.is_cpu and weight.data_ptr() % _CACHE_LINE:
             weight.data = weight.data.clone()

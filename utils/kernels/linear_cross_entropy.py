@@ -1,8 +1,9 @@
-"""Last layer and cross-entropy for a chunk of tokens at a time, without the logits of all tokens.
+"""LM head and cross-entropy for a chunk of tokens at a time, without the logits of all tokens.
 
-The forward pass also computes the gradients while a chunk's logits are in memory, so the last layer
-needs three matrix products instead of four. On a GPU the softmax can be compiled, because an
-uncompiled softmax reads and writes memory several times.
+The forward pass also computes the gradients while a chunk's logits are in memory. The LM head then
+needs three matrix products. It would need four if the backward pass computed the logits again. On a
+GPU the softmax can be compiled, because without compilation it reads and writes memory several
+times.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ IGNORED = -100
 
 
 class Sizes(NamedTuple):
-    """Sizes of chunks and buffers on one type of device."""
+    """Sizes of chunks of tokens and of buffers, for one type of device."""
 
     rows: int  # maximal tokens of a chunk
     tile: int  # the number of tokens of a chunk is a multiple of this
@@ -38,7 +39,7 @@ COMPILED_ROWS = 2048
 
 
 class LogitTerms(NamedTuple):
-    """Changes of a model's logits: times `scale`, then softcap * tanh(logits / softcap)."""
+    """Changes of a model's logits: a factor `scale`, then softcap * tanh(logits / softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -51,7 +52,7 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *,
     bias: Tensor | None = None, terms: LogitTerms = PLAIN, compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return the cross-entropy of softmax(hidden @ weight.T + bias): (sum, losses, hits).
+    """Return the cross-entropy of softmax(hidden @ weight.T + bias) as (sum, losses, hits).
 
     hidden    (N, H), N tokens of size H; weight (V, H), a row per vocabulary entry; bias (V,)
     targets   (N,) int64, IGNORED for tokens without loss
@@ -158,7 +159,7 @@ class ChunkedHead:
         self.product = torch.empty_like(self.weight) if product else None
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states, weight and bias, without rows of padding."""
+        """Return the gradients of hidden states, weight and bias; None if one is not needed."""
         weight, bias = self.weight_gradient, self.bias_gradient
         if len(self.weight) != self.vocabulary:  # a view would stop autograd from adding in place
             weight = None if weight is None else weight[: self.vocabulary]
@@ -166,7 +167,11 @@ class ChunkedHead:
         return self.hidden_gradient, weight, bias
 
     def chunk(self, rows: slice, targets: Tensor, has_loss: Tensor) -> Tensor:
-        """Return the losses (C,) of the C tokens `rows`, and add their gradients to the buffers."""
+        """Return the losses (C,) of C tokens, and add their gradients to the buffers.
+
+        rows: indices of the tokens. targets, has_loss (C,): ids to predict, and which of them have
+        a loss. Other tokens get the loss 0.
+        """
         hidden = self.hidden[rows]
         if self.scale != 1:
             hidden = hidden * self.scale
@@ -213,8 +218,8 @@ def softmax_derivative(
 ) -> Tensor:
     """Return the losses (C,) of C tokens with logits (C, V) and target ids (C,).
 
-    buffers: two float32 tensors (B, V), to compute B tokens at a time. cap: the soft cap.
-    differentiate: replace the logits in place by the derivatives of the losses.
+    buffers: two float32 tensors (B, V), to compute B tokens at a time. cap: the logits' soft cap,
+    or None. differentiate: replace the logits in place by the derivatives of the losses.
     """
     size, losses = len(buffers[0]), []
     for some, those in zip(logits.split(size), targets[:, None].split(size), strict=True):
@@ -243,7 +248,7 @@ def softmax_derivative(
 def compiled_softmax_derivative(
     logits: Tensor, targets: Tensor, cap: float | None, differentiate: bool
 ) -> Tensor:
-    """Return the same as `softmax_derivative`, by a function that torch compiles once per shape.
+    """Return the result of `softmax_derivative` by a function that torch compiles for each shape.
 
     The compiled function reads the logits twice and writes them once.
     """
@@ -261,9 +266,9 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def _normalize(logits: Tensor, targets: Tensor, cap: float | None, differentiate: bool) -> Tensor:
-    """Return log(sum(exp(logits))) (C,) of logits (C, V); arguments as in `softmax_derivative`.
+    """Return log(sum(exp(logits))) (C,) of logits (C, V). See `softmax_derivative` for arguments.
 
-    torch compiles this function to one kernel that reads the logits and one that writes them.
+    torch compiles this function to two kernels: both read the logits, and the second writes them.
     """
     wide = logits.float()
     if cap is not None:
@@ -279,7 +284,7 @@ def _normalize(logits: Tensor, targets: Tensor, cap: float | None, differentiate
 
 
 def _with_zeros(values: Tensor, words: int, dtype: torch.dtype) -> Tensor:
-    """Return values (V, ...) as `dtype`, padded with zeros to (words, ...)."""
+    """Return `values` (V, ...) as `dtype`, padded with zeros to `words` rows."""
     if len(values) == words:
         return values.to(dtype)
     padded = values.new_zeros((words, *values.shape[1:]), dtype=dtype)

@@ -1,4 +1,4 @@
-"""Causal attention document by document with torch's SDPA, on any device in any dtype."""
+"""Causal attention of one document at a time with torch's SDPA, on any device in any dtype."""
 
 from typing import NamedTuple
 
@@ -18,11 +18,11 @@ SCORES = 2**21  # float32 scores that fit a CPU's caches
 
 
 class Documents(NamedTuple):
-    """The boundaries of documents in a micro-batch.
+    """The boundaries of documents in a micro-batch, whose tokens are counted through.
 
     cu_seq_lens  int32 (n + 1,), 0 and the end of each document; the last value may be repeated
     max_length   upper bound of document lengths
-    row_length   tokens of a packed sequence
+    row_length   number of tokens of a packed sequence
     """
 
     cu_seq_lens: Tensor
@@ -31,7 +31,10 @@ class Documents(NamedTuple):
 
 
 class ScoreTerms(NamedTuple):
-    """Settings of attention. window: visible tokens, the query's own included. sinks: (heads,)."""
+    """Settings of attention besides queries, keys and values.
+
+    window: number of tokens that a query sees, its own token included. sinks: (heads,) logits.
+    """
 
     scale: float | None = None
     dropout: float = 0.0
@@ -45,9 +48,10 @@ class ScoreTerms(NamedTuple):
 def per_document_sdpa(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms
 ) -> Tensor:
-    """Return causal attention inside each document, (tokens, heads, dim); one SDPA call per length.
+    """Return causal attention inside each document, (tokens, heads, dim).
 
-    The host waits for the device to read the lengths, unless `cu_seq_lens` is on the CPU.
+    SDPA is called once for all documents of the same length. If `cu_seq_lens` is on a GPU, the host
+    waits for the GPU to read the lengths.
     """
     lengths = [length for length in documents.cu_seq_lens.diff().tolist() if length]
     assert sum(lengths) == query.shape[0], "cu_seq_lens must cover every token"
@@ -83,7 +87,7 @@ def _filled(states: Tensor, length: int) -> Tensor:
 
 
 def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) -> Tensor:
-    """Return causal attention (batch, heads, length, dim); key and value may have fewer heads."""
+    """Return causal attention (batch, heads, length, dim). Key and value may have fewer heads."""
     if terms.softcap is not None or terms.sinks is not None:
         return _explicit_attention(query, key, value, terms)
     length = query.shape[2]
@@ -119,7 +123,10 @@ def _in_blocks(query: Tensor, length: int, terms: ScoreTerms) -> bool:
 
 
 def _blocked_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Attend with oneDNN's products: a step on packed chats takes 16 % less time than with SDPA."""
+    """Return causal attention computed with oneDNN's products of blocks of queries and keys.
+
+    With it, a step on packed chats takes 16 % less time than with SDPA.
+    """
     heads, length, _ = query.shape[1:]
     # For few different shapes, split the batch into powers of two.
     most = max(1, SCORES // (heads * min(QUERIES, length) * length))
@@ -131,7 +138,7 @@ def _blocked_attention(query: Tensor, key: Tensor, value: Tensor, scale: float |
 
 
 def _attend_in_blocks(scale: float | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend for one block of queries at a time, with only the keys that the block sees."""
+    """Return causal attention, computed for one block of queries and its visible keys at a time."""
     rows, heads, length, dim = query.shape
     pairs = rows * key.shape[1]  # (row, key head) pairs, each with several query heads
     query = (query * (dim**-0.5 if scale is None else scale)).reshape(pairs, -1, length, dim)
@@ -150,7 +157,10 @@ def _attend_in_blocks(scale: float | None, query: Tensor, key: Tensor, value: Te
 
 
 def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) -> Tensor:
-    """Attend as SDPA cannot: with soft caps (Gemma 2) or sinks (gpt-oss: a logit without value)."""
+    """Return causal attention with soft caps (Gemma 2) or sinks, which SDPA does not support.
+
+    A sink (gpt-oss) is a logit in the softmax that has no value.
+    """
     length, heads = query.shape[2], query.shape[1]
     key, value = (s.repeat_interleave(heads // s.shape[1], dim=1) for s in (key, value))
     scale = query.shape[-1] ** -0.5 if terms.scale is None else terms.scale

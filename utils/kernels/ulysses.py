@@ -1,4 +1,4 @@
-"""Attention of sequences that are cut over ranks: each rank gets all tokens of some heads.
+"""Attention of sequences of which each rank has a slice: ranks exchange tokens for heads.
 
 The ranks of a group hold equally long slices of each sequence, in the order of the ranks. Before
 attention, an all-to-all gives each rank all tokens of some heads. After attention, an all-to-all
@@ -21,9 +21,9 @@ from utils.kernels.per_document import ScoreTerms
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The ranks that share each micro-batch; a rank holds one of `size` slices of each sequence.
+    """A group of `size` ranks that share each micro-batch. A rank has a slice of each sequence.
 
-    rank: index of this process in the group. group: None to send nothing, as to count memory.
+    rank: index of this process in the group. group: None if nothing is sent, to count memory.
     """
 
     size: int
@@ -31,16 +31,17 @@ class ContextGroup:
     group: dist.ProcessGroup | None = None
 
     def slice_of(self, states: Tensor) -> Tensor:
-        """Return this rank's slice of (rows, tokens, ...), contiguous."""
+        """Return this rank's slice of `states` (rows, tokens, ...), as a contiguous tensor."""
         return states.unflatten(1, (self.size, -1))[:, self.rank].contiguous()
 
     def own_heads(
         self, query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms
     ) -> tuple[Tensor, Tensor, Tensor, ScoreTerms]:
-        """Exchange (rows, own tokens, all heads, dim) for (rows, all tokens, own heads, dim).
+        """Return states of all tokens and this rank's heads, (rows, tokens, own heads, dim).
 
-        With fewer key heads than ranks, each key head goes to several ranks. The returned `terms`
-        have the sinks of this rank's heads.
+        query, key and value have this rank's tokens and all heads. With fewer key heads than ranks,
+        each key head goes to several ranks. The returned `terms` have the sinks of this rank's
+        heads.
         """
         if (copies := self.size // key.shape[2]) > 1:
             key, value = (states.repeat_interleave(copies, dim=2) for states in (key, value))
@@ -50,7 +51,10 @@ class ContextGroup:
         return query, key, value, terms
 
     def own_tokens(self, states: Tensor) -> Tensor:
-        """Exchange (rows, all tokens, own heads, dim) for (rows, own tokens, all heads, dim)."""
+        """Return states of this rank's tokens and all heads, (rows, own tokens, heads, dim).
+
+        states: all tokens of this rank's heads, (rows, tokens, own heads, dim).
+        """
         blocks = states.unflatten(1, (self.size, -1)).movedim(1, 0)
         received = _AllToAll.apply(blocks, self.group)  # (size, rows, own tokens, heads, dim)
         # With one head per rank flatten makes a view, but AFMoE's output.view needs a copy.
@@ -65,7 +69,7 @@ class ContextGroup:
 class _AllToAll(torch.autograd.Function):
     """All-to-all of (size, ...): block j goes to rank j, and block j of the result is from rank j.
 
-    The backward pass exchanges the gradients likewise.
+    The backward pass exchanges the gradients in the same way.
     """
 
     @staticmethod
@@ -86,7 +90,8 @@ class _AllToAll(torch.autograd.Function):
 def context_group(size: int, timeout_s: float) -> ContextGroup | None:
     """Return this rank's group of `size` consecutive ranks, or None if `size` is 1. Collective.
 
-    A node has consecutive ranks, so a group stays inside a node if `size` divides its GPUs.
+    A node has consecutive ranks. A group is therefore inside one node if `size` divides the number
+    of the node's GPUs. timeout_s: time limit of an exchange in the group.
     """
     if size == 1:
         return None
@@ -96,10 +101,10 @@ def context_group(size: int, timeout_s: float) -> ContextGroup | None:
 
 
 def cut_positions(positions: Tensor, length: int, context: ContextGroup) -> Tensor:
-    """Return the positions inside this rank's slices, as indices into these slices.
+    """Return those of `positions` that are in this rank's slices, as indices into these slices.
 
-    positions (N,): indices into the flattened tokens of sequences of `length` tokens, in CPU
-    memory, because this selection would make the host wait for a GPU.
+    positions (N,): indices into the tokens of all sequences, which have `length` tokens each. They
+    are in CPU memory, because with a GPU the host would wait for the selection.
     """
     rows, places = positions // length, positions % length
     own = length // context.size
@@ -109,10 +114,10 @@ def cut_positions(positions: Tensor, length: int, context: ContextGroup) -> Tens
 
 
 def cut_inputs(inputs: dict[str, Any], context: ContextGroup) -> dict[str, Any]:
-    """Return a model's inputs (rows, length) as this rank's slices (rows, length / size).
+    """Return this rank's slices (rows, length / size) of a model's inputs (rows, length).
 
     Adds `shift_labels`, the label after each token, because a slice lacks the label after its last
-    token. Document boundaries still count tokens of whole sequences.
+    token. Document boundaries are not cut: they count the tokens of whole sequences.
     """
     own = inputs["input_ids"].shape[1] // context.size
     following = functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)

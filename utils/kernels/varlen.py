@@ -54,7 +54,11 @@ KernelFunction = Callable[[Tensor, Tensor, Tensor, Documents, ScoreTerms], Tenso
 
 @dataclass(frozen=True)
 class VarlenKernel:
-    """An attention kernel for packed documents. features: any of softcap, sinks and dropout."""
+    """An attention kernel for packed documents.
+
+    name: in --attn_implementation. label: in messages. features: those of softcap, sinks and
+    dropout that the kernel has.
+    """
 
     name: str
     label: str
@@ -63,7 +67,7 @@ class VarlenKernel:
     on_cuda_only: bool = True
 
     def missing(self, needs: AttentionNeeds) -> list[str]:
-        """Return the needed features that this kernel lacks, in words for a message."""
+        """Return the needed features that this kernel lacks, as texts for a message."""
         wanted = {
             "softcap": (needs.softcap, "logit soft caps"),
             "sinks": (needs.sinks, "attention sinks"),
@@ -105,7 +109,7 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
     max_length_q: int | None = None, kernel: VarlenKernel = PER_DOCUMENT,
     context: ContextGroup | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attend causally inside each document of a packed micro-batch, for transformers' models.
+    """Return causal attention inside each packed document, as transformers' models call it.
 
     query (B, H, T, D), key and value (B, Hkv, T, D); returns ((B, T, H, D), None). `cu_seq_lens_q`
     has the begins and ends of documents in the B * T tokens. On a CPU or in float32, PER_DOCUMENT
@@ -155,7 +159,8 @@ def find_kernels(
 ) -> tuple[list[VarlenKernel], list[str]]:
     """Return the usable kernels, fastest first, and a reason for each kernel that is not usable.
 
-    whole_rows: no sequence of the run has more than one document
+    dtype: the type that attention computes in. whole_rows: no sequence of the run has more than one
+    document.
     """
     candidates = _cuda_kernels(dtype) if device_type == "cuda" else []
     usable, refusals = [], []
@@ -176,7 +181,7 @@ def find_kernels(
 
 
 def _cuda_kernels(dtype: torch.dtype) -> list[tuple[str, VarlenKernel | str]]:
-    """Return pairs (label, kernel or the reason that it is missing) for CUDA, fastest first."""
+    """Return pairs (label, kernel) for CUDA, fastest first. A missing kernel is its reason."""
     if dtype not in HALF_TYPES:
         return [("flash kernels", f"computed in {str(dtype).removeprefix('torch.')}")]
     major, minor = torch.cuda.get_device_capability()
@@ -204,7 +209,7 @@ def _import_function(module: str, name: str) -> Callable[..., Tensor] | str:
 
 
 def load_flash_attention(version: int) -> VarlenKernel | str:
-    """Return FlashAttention 2 (`flash_attn`) or 3 (`flash_attn_interface`), or why it is absent."""
+    """Return FlashAttention 2 or 3 as a kernel, or the reason that it is missing, as text."""
     module = {2: "flash_attn", 3: "flash_attn_interface"}[version]
     function = _import_function(module, "flash_attn_varlen_func")
     if isinstance(function, str):
@@ -220,7 +225,10 @@ def _flash(
     function: Callable[..., Tensor | tuple[Tensor, ...]],
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms,
 ) -> Tensor:  # fmt: skip
-    """Call `flash_attn_varlen_func` only with options that are set, because versions lack some."""
+    """Return the attention of `function`, which is `flash_attn_varlen_func` of some version.
+
+    Only options that differ from their default are given, because some versions lack some options.
+    """
     options: dict[str, object] = {"causal": True, "softmax_scale": terms.scale}
     # By default the backward pass sums with atomic additions, in varying order.
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
@@ -241,7 +249,7 @@ def _flash(
 
 
 def load_torch_varlen() -> VarlenKernel | str:
-    """Return torch's variable-length attention as a kernel, or the reason that it is missing."""
+    """Return torch's variable-length attention as a kernel, or why it is missing, as text."""
     function = _import_function("torch.nn.attention.varlen", "varlen_attn")
     if isinstance(function, str):
         return function
@@ -263,11 +271,11 @@ def load_torch_varlen() -> VarlenKernel | str:
 
 
 def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel | None:
-    """Return a kernel of cuDNN's SDPA over whole sequences, for sequences of one document each.
+    """Return a kernel that runs cuDNN's SDPA on whole sequences, if each has one document.
 
-    Padding at the end attends to the document but has no loss. Sequences of several documents, as
-    in `check_isolation`, go to the kernel `packed`. None if the model needs soft caps, sinks,
-    dropout or windows, or if torch does not choose cuDNN on this GPU.
+    The padding after a document attends to the document but has no loss. For sequences of several
+    documents, as in `check_isolation`, the kernel calls `packed`. Returns None if the model needs
+    soft caps, sinks, dropout or windows, or if torch does not choose cuDNN on this GPU.
     """
     plain = needs == AttentionNeeds(needs.head_dim)
     if not plain or sdpa_backend(needs.head_dim) != SDPBackend.CUDNN_ATTENTION:
@@ -291,7 +299,7 @@ def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel |
 
 
 def sdpa_backend(head_dim: int) -> SDPBackend:
-    """Return the backend that SDPA chooses for training on this GPU if cuDNN has priority."""
+    """Return the backend that SDPA chooses on this GPU for bfloat16 if cuDNN has priority."""
     states = torch.empty(1, 2, 128, head_dim, device="cuda", dtype=torch.bfloat16)
     states.requires_grad_()
     with sdpa_kernel(CUDNN_FIRST, set_priority=True):

@@ -3,10 +3,10 @@
 run_plan           makes the plan from settings, data, model and launch; its log lines
 run_data           opens, checks and packs the datasets; divides them into steps
 context_parallel   checks that ranks can share the sequences of a model
-rehearsal          takes a step with tiny weights, so that libraries check the settings
+rehearsal          takes a step with tiny weights, in which the libraries check their settings
 memory_trace       counts the memory of a training step on fake tensors
-memory_estimate    memory per device, and the bytes of a checkpoint
-memory_plan        the activation checkpointing that fits; changes that would make a run fit
+memory_estimate    estimates memory per device, and the bytes of a checkpoint
+memory_plan        chooses the activation checkpointing that fits, or advises other settings
 ranks              shows groups, weights and samples of three ranks, in a dry run for several nodes
-forecast           predicted speed on other machines' GPUs; the best settings for them
+forecast           predicts the speed on another machine's GPUs, and the best settings for them
 """

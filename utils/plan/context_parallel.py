@@ -28,7 +28,8 @@ def check_context_parallel(
 ) -> None:
     """Raise ConfigurationError if the ranks of a group cannot share this model's sequences.
 
-    device: of the training; None on a login node. Adds a warning if a group spans nodes.
+    device: the device that trains; None on a login node. Adds a warning to `report` if a group has
+    ranks on several nodes.
     """
     size, length = settings.run.context_parallel, settings.data.sequence_length
     if size == 1:
@@ -50,7 +51,7 @@ def check_context_parallel(
 def hindrances(
     config: PreTrainedConfig, attention: AttentionChoice, device: torch.device = CPU
 ) -> Iterator[str]:
-    """Yield a line for each reason why ranks cannot share sequences of this model, with advice."""
+    """Yield each reason why ranks cannot share this model's sequences, as text with advice."""
     name = config.model_type
     if is_recurrent(config):
         yield (
@@ -92,7 +93,7 @@ def hindrances(
 
 
 def head_faults(config: PreTrainedConfig, size: int) -> list[str]:
-    """Return a fault for each kind of layer with heads that do not divide over `size` ranks."""
+    """Return a fault for each number of heads in this model that `size` ranks cannot share."""
     faults: dict[str, None] = {}
     for layer in config.get_text_config(decoder=True).per_layer_config:
         heads = getattr(layer, "num_attention_heads", 0)
@@ -113,7 +114,7 @@ def head_faults(config: PreTrainedConfig, size: int) -> list[str]:
 
 
 def _rope_types(text: Any) -> set[str]:
-    """Return the types of the rotary positions of all layers."""
+    """Return the rope types, such as "yarn", of all layers. text: the text configuration."""
     given = getattr(text, "rope_parameters", None) or {}
     each = [given, *(value for value in given.values() if isinstance(value, dict))]
     return {one["rope_type"] for one in each if "rope_type" in one}

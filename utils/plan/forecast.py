@@ -1,9 +1,9 @@
 """The forecast of a run's speed on another machine's GPUs, and the best settings for these GPUs.
 
 A micro-batch takes the longer of two times: the time of its matrix products and attention, and the
-time of its exchange with the other GPUs. Products and attention reach only a share of the GPU's
-peak speed. This share depends on the model's width. The shares were measured on one H200 with
-compiled layers (benchmarks/results/gpu). A comment marks each constant that nobody measured.
+time in which GPUs exchange weights and gradients. Products and attention reach a share of the GPU's
+peak speed that depends on the model's width. The shares were measured on one H200 with compiled
+layers (benchmarks/results/gpu). A comment marks each constant that nobody measured.
 """
 
 import math
@@ -63,11 +63,12 @@ USUAL = assumed_gpus("1xH100-80GB")
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings with their prediction: bytes per GPU, and tokens per second of all GPUs.
+    """Settings that a run could use, and their predicted memory and speed.
 
-    recomputed: the activation checkpointing. speeds: the lowest and the highest prediction.
-    counted: whether the bytes include activations, which cannot be counted for some architectures.
-    context_parallel: ranks that share each sequence.
+    recomputed: the activation checkpointing. total_bytes: bytes per GPU. speeds: the lowest and the
+    highest predicted tokens per second of all GPUs together. counted: False if total_bytes lacks
+    the activations, which cannot be counted for some architectures. context_parallel: number of
+    ranks that share each sequence.
     """
 
     strategy: str
@@ -81,10 +82,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Planner:
-    """A predictor of memory and speed on `gpus`, with the run's settings or changed settings.
+    """A predictor of memory and speed on `gpus`, with the run's settings or with changed settings.
 
     document_tokens: the length of the document that contains a token, averaged over all tokens.
-    products: numbers from which FLOPs per token follow. has_experts: whether the model has experts.
+    products: the counts from which FLOPs per token are computed.
     """
 
     setup: Setup
@@ -94,10 +95,11 @@ class Planner:
     has_experts: bool
 
     def step_flops(self, recomputed: str) -> float:
-        """Return the FLOPs per token of a step. A token sees half of its document on average.
+        """Return the FLOPs per token of a step, recomputation included.
 
-        Full recomputation repeats the forward pass without the output layer. It adds 2 FLOPs per
-        weight, and in attention 4 per head, head dimension and visible token.
+        A token attends to half of its document on average. Full recomputation repeats the forward
+        pass without the LM head. It adds 2 FLOPs per weight. In attention it adds 4 per head, head
+        dimension and visible token.
         """
         text, products = self.setup.config.get_text_config(decoder=True), self.products
         head = text.vocab_size * text.hidden_size
@@ -106,16 +108,16 @@ class Planner:
         return products.flops(self.document_tokens) - 12 * unseen + again
 
     def speeds(self, setup: Setup, recomputed: str) -> tuple[float, float]:
-        """Return the lowest and the highest predicted tokens/s; for one GPU both are equal."""
+        """Return the lowest and the highest prediction of tokens/s. They are equal for one GPU."""
         slow, fast = (self.tokens_per_s(setup, recomputed, part) for part in SEVERAL)
         return slow, fast
 
     def tokens_per_s(self, setup: Setup, recomputed: str, several: float = SEVERAL[1]) -> float:
         """Return tokens per second of all GPUs together, padding included.
 
-        several: the speed of each of several GPUs relative to a single GPU. GPUs of unknown speed
-        count as H100s. Raises ConfigurationError if the global batch does not divide into
-        micro-batches.
+        several: a GPU's speed in a launch on several GPUs, as a share of its speed alone. GPUs of
+        unknown speed count as H100s. Raises ConfigurationError if the global batch does not divide
+        into micro-batches.
         """
         gpus, known = self.gpus, self.gpus if self.gpus.flops else USUAL
         assert known.flops is not None
@@ -147,8 +149,9 @@ class Planner:
     def head_bytes(self, setup: Setup, recomputed: str) -> float:
         """Return the bytes per token that a rank sends to the ranks that share its sequences.
 
-        Queries, keys, values and outputs are exchanged in the forward pass, and their gradients in
-        the backward pass. Recomputation exchanges them again.
+        The forward pass exchanges queries, keys, values and outputs. The backward pass exchanges
+        their gradients. Recomputation repeats the exchange of the forward pass. Returns 0.0 if
+        ranks share no sequences.
         """
         size, text = setup.settings.run.context_parallel, setup.config.get_text_config(decoder=True)
         if size == 1:
@@ -162,9 +165,10 @@ class Planner:
     def candidate(
         self, strategy: str, micro_batch: int, recomputed: str, size: int | None = None
     ) -> Candidate:
-        """Predict memory and speed of these settings. size: context_parallel, None: the run's.
+        """Predict memory and speed of the run with changed settings.
 
-        Raises ConfigurationError if the global batch does not divide into micro-batches.
+        size: the value of context_parallel, or None to keep the run's. Raises ConfigurationError
+        if the global batch does not divide into micro-batches.
         """
         size = size or self.setup.settings.run.context_parallel
         changes: dict[str, Any] = {"strategy": strategy, ROWS: micro_batch, CONTEXT: size}
@@ -178,20 +182,24 @@ class Planner:
 
     @property
     def room(self) -> int:
-        """The largest prediction in bytes that fits a GPU, as for activation_checkpointing auto."""
+        """The bytes that a prediction may reach on a GPU, as for activation_checkpointing auto."""
         return int(self.gpus.memory_gib * GIB * (1 - RESERVED["cuda"]) / MARGIN["cuda"])
 
     def candidates(self) -> list[Candidate]:
-        """Return settings that fit into `room`, with the smallest context_parallel that fits."""
+        """Return settings that fit a GPU (`room`), with the smallest possible context_parallel.
+
+        Returns [] if nothing fits.
+        """
         for size in (self.setup.settings.run.context_parallel, *context_sizes(self.setup)):
             if fitting := list(self._candidates(size)):
                 return fitting
         return []
 
     def _candidates(self, size: int) -> Iterator[Candidate]:
-        """Yield settings that fit into `room`, with DeepSpeed's strategies if the run uses one.
+        """Yield settings that fit a GPU (`room`), less sharding first.
 
-        size: the number of ranks that share each sequence.
+        Strategies of DeepSpeed are tried if the run uses one of them. size: the number of ranks
+        that share each sequence.
         """
         launch, batch = self.setup.launch, self.setup.settings.divisible_batch
         zero = ("zero1", "zero2", "zero3") if launch.strategy.startswith("zero") else ()
@@ -209,12 +217,12 @@ class Planner:
 
 
 def exchange_times(setup: Setup, gpus: AssumedGpus, link: float) -> tuple[float, float]:
-    """Return (seconds of exchange per micro-batch, seconds of exchange at the end of a step).
+    """Return the seconds of exchange per micro-batch, and those at the end of a step.
 
-    link: bytes/s between GPUs of a node. The exchange is a ring through all GPUs. Between nodes the
-    ring uses the network cards of all GPUs of a node. HSDP has a ring through the GPUs of each copy
-    of the states. At the end of a step, another ring through the copies sums each GPU's share of
-    the gradients, with 4 bytes each.
+    link: bytes/s between GPUs of a node. The GPUs exchange weights and gradients in a ring. Between
+    nodes the ring uses the network cards of all GPUs of a node. HSDP has a ring for each copy of
+    the states. At the end of a step, another ring through the copies sums each GPU's share of the
+    gradients, with 4 bytes each.
     """
     replicas, shards = setup.launch.replicas, gpus.world_size // setup.launch.replicas
     network = link if gpus.nodes == 1 else min(link, gpus.per_node * NETWORK)
@@ -228,10 +236,10 @@ def exchange_times(setup: Setup, gpus: AssumedGpus, link: float) -> tuple[float,
 
 
 def exchanged_bytes(setup: Setup, ranks: int) -> tuple[float, float]:
-    """Return the bytes that each GPU sends: (per micro-batch, at the end of a step).
+    """Return the bytes that each GPU sends per micro-batch, and those at the end of a step.
 
     Sharded weights are gathered for the forward and the backward pass, with 2 bytes each. Gradients
-    are summed over the ranks with 4 bytes each (DeepSpeed, and DDP with ddp_comm_hook: 2).
+    are summed over the ranks with 4 bytes each, but with 2 bytes by DeepSpeed and ddp_comm_hook.
     """
     if ranks == 1:
         return 0.0, 0.0
@@ -249,7 +257,10 @@ def rounded(number: float) -> int:
 
 
 def best_of(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the fastest candidate. Near ties go to less sharding, then to larger micro-batches."""
+    """Return the fastest candidate. Among speeds within 2 %, prefer less sharding.
+
+    Among those with equal sharding, prefer larger micro-batches.
+    """
     fastest = max(one.speeds[1] for one in candidates)
     near = [one for one in candidates if one.speeds[1] >= AS_FAST * fastest]
     # candidates() yields strategies with less sharding first.
@@ -258,7 +269,7 @@ def best_of(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def make_planner(setup: Setup, document_tokens: float) -> Planner:
-    """Return the planner of a dry run. document_tokens: as in Planner.
+    """Return the planner of a dry run. Planner explains document_tokens.
 
     Raises ConfigurationError if the GPUs are unknown or the model's FLOPs cannot be counted.
     """
@@ -327,9 +338,10 @@ def suggest(planner: Planner, report: Report) -> None:
 def forecast_line(
     planner: Planner, recomputed: str, total_steps: float, to_longest: bool = False
 ) -> str:
-    """Return the forecast as text: tokens per second with these settings, duration of the run.
+    """Return the log line on tokens per second and on the duration of the run.
 
-    to_longest: micro-batches are padded to their longest document, not to sequence_length
+    recomputed: the activation checkpointing. to_longest: micro-batches are padded to their longest
+    document, not to sequence_length.
     """
     gpus, settings = planner.gpus, planner.setup.settings
     if gpus.flops is None:
@@ -351,12 +363,12 @@ def forecast_line(
 
 
 def shown_speeds(speeds: tuple[float, float]) -> str:
-    """Return two speeds as text, "90,000 to 120,000", or one number if they round to the same."""
+    """Return two speeds as text, "90,000 to 120,000", or one number if both round to it."""
     return " to ".join(dict.fromkeys(f"{rounded(speed):,}" for speed in speeds))
 
 
 def shown_durations(tokens: float, speeds: tuple[float, float]) -> str:
-    """Return the time for `tokens` at two speeds (tokens/s) as text: 3.6 to 4.6 hours."""
+    """Return the time for `tokens` at two speeds in tokens/s, as text: "3.6 to 4.6 hours"."""
     fast, slow = (rough_duration(tokens / speed) for speed in speeds[::-1])
     number, _, unit = fast.partition(" ")
     if fast == slow:
@@ -365,7 +377,7 @@ def shown_durations(tokens: float, speeds: tuple[float, float]) -> str:
 
 
 def rough_duration(seconds: float) -> str:
-    """Return a duration with the precision of a forecast: 40 minutes, 13 hours, 4 days."""
+    """Return a duration as text with two significant digits: "40 minutes", "13 hours"."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{float(f'{seconds / size:.2g}'):g} {unit}"

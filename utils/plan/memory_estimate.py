@@ -26,9 +26,9 @@ SHARDED_BY = {
 class MemoryEstimate:
     """Bytes on each device at the peak of a step.
 
-    activations: all other tensors at the peak, such as layers' inputs for the backward pass,
-    logits, gathered weights. counted: False if most activations are missing. fault: a
-    warning, or "".
+    activations: all tensors that are no weights, gradients or optimizer states of this rank, such
+    as layers' inputs for the backward pass, logits, or weights gathered from other ranks. counted:
+    False if the activations could not be counted. fault: a warning, or "".
     """
 
     weights: int
@@ -40,7 +40,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """The sum of the parts."""
+        """The sum of weights, gradients, optimizer states and activations, in bytes."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
     def __str__(self) -> str:
@@ -53,9 +53,9 @@ class MemoryEstimate:
 def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -> MemoryEstimate:
     """Estimate the memory of one training device with the activation checkpointing `choice`.
 
-    micro_batch: sequences per forward pass, by default as in the settings. Whether gradients
-    accumulate always follows from the settings. If the model cannot run on fake tensors,
-    activations are left out.
+    micro_batch: sequences per forward pass, by default the number in the settings. If the settings
+    accumulate gradients, the estimate does as well, for any `micro_batch`. If the model cannot run
+    on fake tensors, activations are left out.
     """
     settings, launch, dtype = setup.settings, setup.launch, setup.dtype
     (parameters, trained), quantized = setup.parameters, setup.quantized
@@ -108,13 +108,14 @@ def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -
 def most_alive(
     stretches: list[Stretch], shards: int, *, held: int, copied: float = 0.0
 ) -> tuple[int, int]:
-    """Return (peak bytes without weights and optimizer states, bytes of gradients at this peak).
+    """Return the peak bytes of a step, and the bytes of gradients at this peak.
 
-    stretches: the parts of a step. shards: number of ranks that share the gradients; when a layer's
-    backward pass ends, a rank keeps its share of the layer's gradients. copied: to sum gradients
-    over ranks, they are copied into a buffer of `copied` times their bytes, which lives until the
-    next layer's buffer is made. The last buffer is for weights outside the layers. held: bytes of
-    gradients from earlier micro-batches, to which the new gradients are added.
+    Weights and optimizer states are not in the peak. stretches: the parts of a step. shards: number
+    of ranks over which gradients are sharded; after a layer's backward pass, a rank keeps its share
+    of the layer's gradients. copied: the size of the buffer in which a layer's gradients are summed
+    over ranks, as a multiple of these gradients. The buffer lives until the next layer's buffer is
+    made. The last buffer is for weights outside the layers. held: bytes of gradients from earlier
+    micro-batches, to which the new gradients are added.
     """
     alive = most = made = of_most = held
     buffer = 0
@@ -131,12 +132,16 @@ def most_alive(
 
 
 def optimizer_bytes_per_parameter(optim_states: str | None, trained_size: float) -> float:
-    """Return the bytes of AdamW's two moments per trained parameter of `trained_size` bytes."""
+    """Return the bytes of AdamW's two moments per trained parameter.
+
+    optim_states: the type of the moments; None: the type of the parameter, which has `trained_size`
+    bytes.
+    """
     return 2 * (BYTES_A_STATE[optim_states] if optim_states else trained_size)
 
 
 def _optimizer_bytes(setup: Setup, own_bytes: int) -> int:
-    """Return the bytes of optimizer states plus averaged weights (EMA), over all ranks.
+    """Return the bytes of optimizer states and averaged weights (EMA), summed over all ranks.
 
     Unknown optimizers count as AdamW. own_bytes: bytes of the trained weights.
     """
@@ -158,10 +163,10 @@ def _optimizer_bytes(setup: Setup, own_bytes: int) -> int:
 
 
 def checkpoint_bytes(setup: Setup) -> int:
-    """Return the approximate bytes of a checkpoint on disk, over all ranks: weights and states.
+    """Return the approximate bytes of a checkpoint on disk: weights and states of all ranks.
 
-    LoRA saves only the adapters. DeepSpeed saves the weights again, with 2 bytes each in mixed
-    precision.
+    LoRA saves only the adapters. DeepSpeed saves the weights a second time. In mixed precision
+    these have 2 bytes each.
     """
     model, dtype = setup.settings.model, setup.dtype
     parameters, trained = setup.parameters
@@ -176,7 +181,7 @@ def checkpoint_bytes(setup: Setup) -> int:
 
 
 def count_parameters(model: ModelArguments, config: PreTrainedConfig) -> tuple[int, int]:
-    """Return the numbers of (all, trained) parameters; no memory is allocated for weights."""
+    """Return the number of parameters and the number of trained parameters. No weights load."""
     built = _on_meta(model, config)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in built.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)

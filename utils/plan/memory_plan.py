@@ -47,14 +47,14 @@ QLORA = LORA | {"load_in_4bit": True, "use_bnb_nested_quant": True}
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The choice of activation checkpointing, as provenance.json records it.
+    """The choice of activation checkpointing and its predictions, for provenance.json.
 
-    requested: the word in the settings. predicted_bytes: {choice: total per device}. room_bytes:
-    usable bytes of the device with the least memory; None if unknown. sequence_bytes: memory of one
-    more sequence in a micro-batch (without a GPU, an upper bound). sharded_bytes: total per device
-    under fsdp2 (without a GPU, under the run's strategy). context_bytes: {ranks: total per device}
-    if the smallest possible number of ranks shared each sequence; only for a micro-batch of one
-    sequence on GPUs, else {}.
+    requested: the mode in the settings, or auto. predicted_bytes: {mode: bytes per device}.
+    room_bytes: usable bytes of the device with the least memory; None if unknown. sequence_bytes:
+    bytes of one more sequence in a micro-batch (without a GPU, an upper bound). sharded_bytes:
+    bytes per device under fsdp2 (without a GPU, under the run's strategy). context_bytes: {number
+    of ranks: bytes per device} for the smallest larger value of context_parallel. It is {} without
+    a GPU, and for micro-batches of several sequences.
     """
 
     choice: str
@@ -72,8 +72,8 @@ def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
 
     Collective: the device with the least free memory decides for all ranks. In a dry run for other
     GPUs, the device is the GPU that --assume or slurm/cluster.env names. Raises ConfigurationError
-    if the prediction exceeds a GPU's memory by more than MARGIN, or if weights do not fit a CPU's
-    memory.
+    if the prediction is more than the factor MARGIN above a GPU's memory, or if weights do not fit
+    a CPU's memory.
     """
     settings, launch = setup.settings, setup.launch
     requested, possible = checkpointing_choices(setup)
@@ -151,11 +151,12 @@ def possible_checkpointing(setup: Setup) -> list[str]:
 def choose(
     requested: str, predicted: Mapping[str, MemoryEstimate], room: int | None, margin: float
 ) -> tuple[str, str]:
-    """Return the choice of activation checkpointing, and the reason as text.
+    """Return the mode of activation checkpointing, and the reason as text.
 
-    predicted: {choice: estimate}, least recomputation first. "auto" takes the first choice if its
-    estimate times `margin` fits into `room` bytes, else the second, and so on. The last choice is
-    taken if nothing fits, if no activations could be counted, or if `room` is unknown.
+    requested: a mode, which is returned, or "auto". predicted: {mode: estimate}, least
+    recomputation first. "auto" takes the first mode whose estimate times `margin` fits into `room`
+    bytes. It takes the last mode if no mode fits, if no activations could be counted, or if `room`
+    is unknown.
     """
     if requested != "auto":
         return requested, f"{requested}, as set"
@@ -175,7 +176,7 @@ def choose(
 
 
 def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
-    """Return (usable free bytes for this rank, bytes of its GPU); None if unknown."""
+    """Return the free bytes that this rank may use, and the bytes of its GPU. Unknown: None."""
     if launch.device == "cuda":
         free, total = torch.cuda.mem_get_info()
         return free - int(RESERVED["cuda"] * total), total
@@ -188,7 +189,10 @@ def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
 def planned_device(
     assume: str | None, environment: Mapping[str, str]
 ) -> tuple[int | None, int | None]:
-    """Return (usable, all) bytes of the GPU of --assume or slurm/cluster.env, or (None, None)."""
+    """Return the usable bytes and all bytes of the GPU that --assume or cluster.env names.
+
+    Returns (None, None) if neither names a GPU.
+    """
     given = environment.get(VARIABLE, "").strip()
     if assume:
         given = str(assumed_gpus(assume).memory_gib)
@@ -207,7 +211,10 @@ def planned_device(
 
 
 def remedies(setup: Setup, choice: str, room: int) -> str:
-    """Return a text that names up to three changes; each makes the run fit into `room` bytes."""
+    """Return advice on up to three changes of settings, as text.
+
+    With each of these changes a device of `room` usable bytes suffices.
+    """
     found: list[Mapping[str, Any]] = []
     for changes in _possible_changes(setup, choice):
         extends = any(one.keys() <= changes.keys() for one in found)
@@ -221,10 +228,9 @@ def remedies(setup: Setup, choice: str, room: int) -> str:
 
 
 def settings_beside(setup: Setup, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return further settings to give with `changes`.
+    """Return {setting: value} of settings that the user has to give together with `changes`.
 
-    These are the global batch if `changes` would alter a derived batch size, and resets of settings
-    that a start would refuse together with `changes`.
+    They keep a derived global batch size, and reset settings that contradict `changes`.
     """
     run, model, strategy = setup.settings.run, setup.settings.model, changes.get("strategy")
     given = setup.settings.values.rank("global_batch_size") > 0
@@ -242,7 +248,7 @@ def settings_beside(setup: Setup, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _possible_changes(setup: Setup, choice: str) -> Iterator[dict[str, Any]]:
-    """Yield changes {setting: value} that save memory, least intrusive first."""
+    """Yield changes {setting: value} that save memory. Changes that alter less come first."""
     settings, rows = setup.settings, setup.micro_batch
     possible = possible_checkpointing(setup)
     more = possible[possible.index(choice) + 1 :]
@@ -272,7 +278,7 @@ def _possible_changes(setup: Setup, choice: str) -> Iterator[dict[str, Any]]:
 
 
 def context_sizes(setup: Setup) -> list[int]:
-    """Return the possible values of context_parallel above the value in the settings."""
+    """Return the possible values of context_parallel that are larger than the run's value."""
     run, ranks = setup.settings.run, setup.launch.world_size
     if setup.launch.strategy not in ("ddp", "fsdp2") or any(
         hindrances(setup.config, setup.attention)
@@ -299,9 +305,9 @@ def _fits(setup: Setup, changes: Mapping[str, Any], choice: str, room: int) -> b
 
 
 def changed(setup: Setup, changes: Mapping[str, Any]) -> Setup:
-    """Return the setup with changed settings, strategy and number of GPUs.
+    """Return the setup with other settings, or another strategy or number of GPUs.
 
-    Raises ConfigurationError if the changes ask for LoRA and PEFT does not adapt the model.
+    Raises ConfigurationError if `changes` turn LoRA on and PEFT does not support the model.
     """
     settings, launch, parameters = setup.settings, setup.launch, setup.parameters
     size = changes.get(CONTEXT, settings.run.context_parallel)

@@ -1,8 +1,8 @@
 """The memory of a training step, counted by running the user's model on fake tensors.
 
 Fake tensors have shapes and types, but no values. A tensor's bytes count from the operator that
-makes the tensor until nothing refers to the tensor. If several layers are equal, only the first one
-runs, and its bytes count for each of them. Begin to read with `trace`.
+makes the tensor until nothing refers to the tensor. If several layers are equal, only the first
+layer runs, and its bytes count for each of these layers. Begin to read with `trace`.
 """
 
 import copy
@@ -44,11 +44,11 @@ EVERYTHING = frozenset({"softcap", "sinks", "dropout"})
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that determines a run's memory and speed.
+    """The settings and choices that determine a run's memory and speed.
 
     settings: parsed settings, in which LoRA's targets have their full module names. parameters:
-    numbers of (all, trained) parameters. compiled: whether compilation was chosen; see `compiles`.
-    elsewhere: whether the run trains on another machine.
+    number of all parameters and number of trained parameters. compiled: whether compilation was
+    chosen; see `compiles`. elsewhere: whether the run trains on another machine.
     """
 
     settings: RunSettings
@@ -67,17 +67,17 @@ class Setup:
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks that read different data. Ranks that share sequences count as one."""
+        """The number of ranks, where ranks that share sequences count as one."""
         return self.launch.world_size // self.settings.run.context_parallel
 
     @property
     def compiles(self) -> bool:
-        """Whether layers are compiled. Under ZeRO-3 they never are, because of its hooks."""
+        """Whether layers are compiled. ZeRO-3's hooks prevent this."""
         return self.compiled and self.launch.strategy != "zero3"
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The type of mixed precision, or None."""
+        """The type of mixed precision; None if there is no mixed precision."""
         return COMPUTED.get(self.settings.training.mixed_precision)
 
     @property
@@ -96,17 +96,18 @@ class Setup:
 
     @property
     def quantized(self) -> Quantized | None:
-        """The layers that keep weights in 4 bits, or None."""
+        """The layers with weights in 4 bits; None without load_in_4bit."""
         return quantized_layers(self.settings.model, self.config)
 
 
 @dataclass
 class Stretch:
-    """A part of a step, such as the forward pass of a layer.
+    """The memory of a part of a training step, such as the forward pass of a layer.
 
-    change: bytes allocated minus bytes freed in this part, by the name of the part that allocated
-    them. peak: the largest growth of the live bytes since this part began. gradients: bytes of the
-    layer's gradients, all of them live when its backward pass ends.
+    Live bytes are those of tensors that something still refers to. change: {name of an earlier or
+    this part: growth of the live bytes that the named part allocated}. peak: the largest growth of
+    all live bytes since this part began. gradients: bytes of the layer's gradients, which are live
+    when its backward pass ends.
     """
 
     name: str
@@ -116,16 +117,17 @@ class Stretch:
 
     @property
     def live(self) -> int:
-        """The growth of the live bytes since this part began."""
+        """The growth of the live bytes from the begin of this part to its end."""
         return self.change.total()
 
 
 def trace(setup: Setup, choice: str, micro_batch: int) -> tuple[list[Stretch], int, str]:
     """Count the memory of a step with the activation checkpointing `choice`, on fake tensors.
 
-    Returns the parts of the step in order; the bytes of sharded weights that a rank gathers at a
-    time (two layers, and everything outside the layers); a warning if compiled layers are counted
-    as not compiled, else "". Raises one of MISFITS if the model cannot run on fake tensors.
+    Returns first the parts of the step in order. The second result is the bytes of sharded weights
+    that a rank gathers at a time: those of two layers, and all weights outside the layers. The
+    third is a warning if compiled layers are counted as not compiled, else "". Raises one of
+    MISFITS if the model cannot run on fake tensors.
     """
     fault = ""
     # With recomputation, torch.utils.checkpoint decides which tensors are kept, not the compiler.
@@ -191,7 +193,7 @@ def _build(setup: Setup, choice: str) -> nn.Module:
 
 
 def _put_on_device(model: nn.Module) -> None:
-    """Replace meta tensors by fake tensors of the current device; tied weights stay tied."""
+    """Replace meta tensors by fake tensors of the current device. Tied weights stay tied."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for name, old in [*module._parameters.items(), *module._buffers.items()]:
@@ -205,7 +207,7 @@ def _put_on_device(model: nn.Module) -> None:
 
 
 def _as_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Attend like a flash kernel: save only output and softmax statistics for backward."""
+    """Return the attention of torch's flash operator, which keeps no scores for backward."""
     query, key, value = (states.transpose(0, 1)[None] for states in (query, key, value))
     output = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
     return output[0, ..., : value.shape[-1]].transpose(0, 1)
@@ -214,10 +216,10 @@ def _as_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: A
 def cut_as_compiled(layer: nn.Module, **fixed: Any) -> None:
     """Make a layer keep the same tensors for its backward pass as a compiled layer does.
 
-    torch's compiler joins forward and backward pass in one graph, and cuts the graph where the
-    fewest bytes pass between them. The first call of the layer makes this cut without compilation.
-    Later calls must have tensors of the same shapes. fixed: the keyword arguments of each call that
-    are neither tensors nor numbers, because torch cannot trace them.
+    torch's compiler traces forward and backward pass as one graph. It then cuts the graph where the
+    fewest bytes pass from forward to backward. The first call of the layer makes this cut without
+    compilation. Later calls must have tensors of the same shapes. fixed: arguments of the layer
+    that torch cannot trace, because they are neither tensors nor numbers.
     """
     # These imports take seconds. A run that compiles needs them anyway.
     from torch._functorch.aot_autograd import aot_function
@@ -244,7 +246,7 @@ def cut_as_compiled(layer: nn.Module, **fixed: Any) -> None:
 def _go_through(
     model: nn.Module, layers: Sequence[nn.Module], setup: Setup, micro_batch: int
 ) -> list[Stretch]:
-    """Run a step through one layer of each kind; return the parts of the step with their bytes."""
+    """Run a step in which one layer of each kind runs; return the memory of the step's parts."""
     inputs = fake_batch(setup, micro_batch)
     live = LiveBytes([*model.parameters(), *model.buffers()])
     call = _first_of_each_kind(layers, live)
@@ -289,7 +291,7 @@ def _context(setup: Setup) -> dict[str, ContextGroup]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """A torch mode that counts the bytes of each tensor as long as anything refers to the tensor.
+    """A torch mode that counts a tensor's bytes as long as anything refers to the tensor.
 
     Tensors in `known` and their views are not counted.
     """
@@ -301,7 +303,7 @@ class LiveBytes(TorchDispatchMode):
         self._makers: dict[int, tuple[str, int]] = {}
 
     def begin(self, name: str, gradients: int = 0) -> None:
-        """Start a new part of the step. gradients: as in Stretch."""
+        """Start a new part of the step. gradients: bytes of the layer's gradients (see Stretch)."""
         self.stretches.append(Stretch(name, gradients))
 
     def __torch_dispatch__(
@@ -326,7 +328,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def layer_kinds(layers: Sequence[nn.Module]) -> list[int]:
-    """Return for each layer the index of the first layer with the same class and shapes."""
+    """Return a list: each layer's first equal layer, as index. Equal: the same class and shapes."""
     first: dict[Any, int] = {}
     kinds = []
     for number, layer in enumerate(layers):
@@ -339,9 +341,9 @@ def layer_kinds(layers: Sequence[nn.Module]) -> list[int]:
 
 
 def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Callable[..., Any]:
-    """Return a substitute for the layers' `__call__`, which runs only the first layer of each kind.
+    """Return a function to call in place of the layers. It runs the first layer of each kind.
 
-    The other layers return their input.
+    For any other layer, the function returns the layer's input.
     """
     numbers, kinds = {layer: number for number, layer in enumerate(layers)}, layer_kinds(layers)
     outputs: dict[int, Any] = {}  # what layers return besides the hidden states
@@ -374,9 +376,10 @@ def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Callabl
 
 
 def _all_layers(stretches: Sequence[Stretch], kinds: Sequence[int]) -> list[Stretch]:
-    """Return the parts of a full step: each layer repeats the parts of the first of its kind.
+    """Return the parts of a step in which all layers run.
 
-    When autocast ends, it frees its copies of the weights of all layers.
+    stretches: the parts of a step in which one layer of each kind ran. Each layer gets the parts of
+    the first layer of its kind. When autocast ends, its copies of all layers' weights are freed.
     """
     of_first = {stretch.name: stretch for stretch in stretches}
     passes = {FORWARD: kinds, BACKWARD: kinds[::-1]}

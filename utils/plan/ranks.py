@@ -1,4 +1,6 @@
-"""A rehearsal of three ranks of a launch over several nodes, in the process of a dry run.
+"""The groups, weights and first sequences of three ranks of a launch over several nodes.
+
+A dry run shows them in its one process.
 
 torch's fake process group answers each collective at once and moves nothing, so one CPU process
 can be any rank. Weights are on the meta device: only shapes, bytes and groups are real.
@@ -37,16 +39,16 @@ SHARD, REPLICATE = "dp_shard", "dp_replicate"  # accelerate's names of the mesh'
 
 @dataclass(frozen=True)
 class Outline:
-    """A model on the meta device with one layer of each kind.
+    """A model on the meta device, in which only the first of several equal layers is kept.
 
-    layers: {name of the kept layer: number of layers of its kind}.
+    layers: {name of a kept layer: number of layers that are equal to it, itself included}.
     """
 
     model: nn.Module
     layers: Mapping[str, int]
 
     def weight_bytes(self, mesh: DeviceMesh | None = None) -> int:
-        """Return the bytes of this rank's weights, sharded over `mesh`; None: of all weights."""
+        """Return the bytes of this rank's shards of the weights; of all weights without `mesh`."""
         model = copy.deepcopy(self.model)
         layers = {name: model.get_submodule(name) for name in self.layers}
         if mesh is not None and SHARD in (mesh.mesh_dim_names or ()):
@@ -59,10 +61,11 @@ class Outline:
 def report_ranks(
     setup: Setup, gpus: AssumedGpus, sampler: GlobalBatchSampler, report: Report
 ) -> None:
-    """Add lines on the first, the middle and the last rank; warn if weights are shared unevenly.
+    """Add lines on the first, the middle and the last rank to `report`.
 
-    Does nothing on a single node, with DeepSpeed, or with weights in 4 bits. Raises
-    ConfigurationError if torch cannot build the mesh or the shards.
+    Adds a warning if a rank has much more than its share of the weights. Does nothing on a single
+    node, with DeepSpeed, or with weights in 4 bits. Raises ConfigurationError if torch cannot build
+    the mesh or the shards.
     """
     launch, ranks = setup.launch, setup.launch.world_size
     if gpus.nodes == 1 or launch.strategy not in STRATEGIES or setup.quantized is not None:
@@ -100,7 +103,7 @@ def _shown(ranks: Sequence[int]) -> str:
 def lay_out(
     setup: Setup, model: Outline, sampler: GlobalBatchSampler, rank: int
 ) -> tuple[int, str]:
-    """Return a rank's bytes of weights, and a line on its groups and its first sequences.
+    """Return the bytes of a rank's weights, and a line on its groups and its first sequences.
 
     With context parallelism, consecutive ranks form a group and have the same sequences.
     """
@@ -124,7 +127,7 @@ def lay_out(
 
 @contextmanager
 def fake_group(rank: int, world_size: int) -> Iterator[None]:
-    """Make this process `rank` of a process group that sends nothing, in the with block."""
+    """Open a process group for the with block. This process is `rank`, and nothing is sent."""
     # Importing this module registers torch's backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -138,9 +141,10 @@ def fake_group(rank: int, world_size: int) -> Iterator[None]:
 
 
 def data_parallel_mesh(launch: LaunchFacts) -> DeviceMesh:
-    """Return the mesh that accelerate makes for DDP, FSDP2 or HSDP: copies x shards.
+    """Return accelerate's mesh of ranks for DDP, FSDP2 or HSDP.
 
-    Context parallelism adds no dimension: its groups are parts of the groups of shards.
+    Its dimensions are copies of the states and shards of a copy. Context parallelism adds no
+    dimension, because its groups are inside the groups of shards.
     """
     copies = launch.replicas if launch.strategy == "fsdp2" else launch.world_size
     sizes = ParallelismConfig(
@@ -152,14 +156,17 @@ def data_parallel_mesh(launch: LaunchFacts) -> DeviceMesh:
 
 
 def group_of(mesh: DeviceMesh, dimension: str) -> tuple[int, ...]:
-    """Return the ranks of this rank's group along a mesh dimension; without it, only this rank."""
+    """Return the ranks of this rank's group in a dimension of the mesh.
+
+    If the mesh lacks the dimension, this is only the rank itself.
+    """
     if dimension not in (mesh.mesh_dim_names or ()):
         return (dist.get_rank(),)
     return tuple(mesh[dimension].mesh.tolist())
 
 
 def outline(setup: Setup) -> Outline:
-    """Return the model with one layer of each kind: to shard a hundred layers takes a minute."""
+    """Return the run's model with one layer of each kind. A hundred layers would take a minute."""
     with torch.device("meta"):
         model_class: Any = causal_lm_class(setup.config)
         model = with_adapters(model_class(setup.config).to(setup.dtype), setup.settings.model)
@@ -174,7 +181,7 @@ def outline(setup: Setup) -> Outline:
 
 
 def own_bytes(module: nn.Module) -> int:
-    """Return the bytes of this rank's parts of a module's weights."""
+    """Return the bytes of a module's weights on this rank: for sharded weights, its shards."""
     weights: Iterator[Any] = module.parameters()
     parts = (each.to_local() if isinstance(each, DTensor) else each for each in weights)
     return sum(part.nbytes for part in parts)

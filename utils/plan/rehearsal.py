@@ -1,7 +1,7 @@
 """A rehearsal of one training step with tiny weights, before any real weights are loaded.
 
-Dry runs and real starts build the optimizer, schedule, recomputation and trackers here. An error of
-a library becomes a ConfigurationError that names the setting.
+Dry runs and real starts try the optimizer, schedule, recomputation and trackers here. If a library
+raises an error, a ConfigurationError names the setting.
 """
 
 import math
@@ -41,7 +41,7 @@ SAMPLED_STEPS = 256
 
 
 class _Rehearsal(Trainer):
-    """A Trainer that can only build an optimizer and a schedule: no processes, no callbacks."""
+    """A Trainer without processes and callbacks. It can only build an optimizer and a schedule."""
 
     def __init__(self, args: TrainingArguments, model: PreTrainedModel, optimizer: Any):
         self.args, self.model, self.optimizer_cls_and_kwargs = args, model, optimizer
@@ -58,9 +58,10 @@ def rehearse(
 ) -> None:
     """Build the optimizer, schedule and trackers, and take one step on tiny weights.
 
-    Adds lines on settings without effect to `report`. Raises ConfigurationError with the libraries'
-    errors. `own_optimizer`: the run uses LowPrecisionAdamW, so Trainer's optimizer is not checked.
-    `device`: the device that trains; None on a login node, where no step is taken.
+    Adds lines on the schedule and on settings without effect to `report`. Raises ConfigurationError
+    with the libraries' errors. `own_optimizer`: the run uses LowPrecisionAdamW, so Trainer's
+    optimizer is not checked. `device`: the device that trains; None on a login node, where no step
+    is taken.
     """
     values, args = settings.values, settings.training
     problems: list[str] = []
@@ -97,7 +98,7 @@ def rehearse(
 def _tiny_model(
     config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | None
 ) -> PreTrainedModel:
-    """Return the model with one expert per layer and matrices of at most 64 x 64."""
+    """Return the model with weights of ones: matrices of at most 64 x 64, one expert per layer."""
     model = without_weights(config)
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
@@ -109,7 +110,10 @@ def _tiny_model(
 
 @contextmanager
 def _judged(values: SettingValues, names: str, problems: list[str]) -> Iterator[None]:
-    """Turn an exception in the with block into a line of `problems` about the settings `names`."""
+    """Add an exception of the with block to `problems`, as a line with the settings `names`.
+
+    names: names of settings with spaces between them.
+    """
     try:
         yield
     except Exception as error:
@@ -123,7 +127,7 @@ def _judged(values: SettingValues, names: str, problems: list[str]) -> Iterator[
 
 
 def _try_recomputation(args: TrainingArguments) -> None:
-    """Recompute a product with activation_checkpointing_kwargs; torch raises for wrong keywords."""
+    """Try activation_checkpointing_kwargs on a small product. Raises for wrong keys or values."""
     given: Any = args.activation_checkpointing_kwargs  # TrainingArguments made it a mapping
     keywords: dict[str, Any] = dict(given or {})
     every = keywords.pop("every_n_layers", 1)
@@ -140,7 +144,10 @@ def _try_recomputation(args: TrainingArguments) -> None:
 def _check_options(
     args: TrainingArguments, model: PreTrainedModel, given: dict[str, str], built: dict[str, Any]
 ) -> None:
-    """Raise ValueError for a key of optim_args that does not change the optimizer's options."""
+    """Raise ValueError for a key of optim_args that does not change the optimizer's options.
+
+    given: optim_args as a dict. built: the options of the optimizer that Trainer built.
+    """
     pairs = [f"{key}={value}" for key, value in given.items()]
     for pair, (key, value) in zip(pairs, given.items(), strict=True):
         if key != "weight_decay" and str(built.get(key)).lower() == value.lower():
@@ -158,7 +165,7 @@ def _check_options(
 
 
 def _report_without_effect(settings: RunSettings, model: PreTrainedModel, report: Report) -> None:
-    """Add a line to `report` for each setting that the optimizer ignores; keep its value."""
+    """Add a line to `report` for each given setting that the optimizer ignores."""
     values, args = settings.values, settings.training
     for name in OF_SOME_OPTIMIZERS:
         without = with_values(args, **{name: values.declared[name].default})
@@ -167,7 +174,7 @@ def _report_without_effect(settings: RunSettings, model: PreTrainedModel, report
 
 
 def _options(args: TrainingArguments, model: PreTrainedModel) -> str:
-    """Return the optimizer and its options that Trainer would use, or Trainer's error, as text."""
+    """Return Trainer's optimizer and its options as text, or the text of Trainer's error."""
     try:
         return repr(Trainer.get_optimizer_cls_and_kwargs(args, model))
     except Exception as error:
@@ -175,7 +182,7 @@ def _options(args: TrainingArguments, model: PreTrainedModel) -> str:
 
 
 def optimizer_pairs(text: str | None) -> dict[str, str]:
-    """Parse `KEY=VALUE,KEY=VALUE` to a dict. Raises ValueError for other forms or repeated keys."""
+    """Return {key: value} of `KEY=VALUE,KEY=VALUE`. Raises ValueError for another form."""
     pairs: dict[str, str] = {}
     for pair in text.replace(" ", "").split(",") if text else ():
         key, _, value = pair.partition("=")
@@ -189,7 +196,7 @@ def optimizer_pairs(text: str | None) -> dict[str, str]:
 
 
 def muon_options(text: str | None) -> dict[str, Any]:
-    """Parse optim_args of Muon to {momentum, ns_steps}. Raises ValueError."""
+    """Return {momentum, ns_steps} of Muon's optim_args, with defaults. Raises ValueError."""
     given = {"momentum": "0.95", "ns_steps": "5"} | optimizer_pairs(text)
     with suppress(ValueError):
         momentum, iterations = float(given.pop("momentum")), int(given.pop("ns_steps"))
@@ -204,7 +211,11 @@ def muon_options(text: str | None) -> dict[str, Any]:
 def _try_schedule(
     trainer: _Rehearsal, settings: RunSettings, total_steps: int, report: Report
 ) -> None:
-    """Compute learning rates over the whole run; warn if their peak is below learning_rate."""
+    """Compute learning rates over the whole run, and add the schedule's line to `report`.
+
+    Adds a warning if the highest rate is below the setting learning_rate. Raises ValueError if a
+    rate is negative or not finite.
+    """
     values, rate = settings.values, settings.training.learning_rate
     scheduler: Any = trainer.create_scheduler(total_steps)
     report.say(schedule_line(settings.training, scheduler, total_steps))
@@ -229,9 +240,10 @@ def _try_schedule(
 
 
 def schedule_line(args: TrainingArguments, scheduler: Any, total_steps: int) -> str:
-    """Return the log line on the learning rates of a run of `total_steps` steps, and its optimizer.
+    """Return the log line on the schedule and the optimizer of a run of `total_steps` steps.
 
-    The last step's rate is computed, so it also shows a schedule that does not end with the run.
+    It has the learning rate of the last step, which is not the schedule's lowest rate if the run
+    ends before the schedule.
     """
     kind, given = str(SchedulerType(args.lr_scheduler_type).value), args.lr_scheduler_kwargs
     options, parts = dict(given) if isinstance(given, dict) else {}, list[str]()

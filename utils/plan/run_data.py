@@ -61,7 +61,7 @@ FEW_STEPS = 50  # too few to learn from
 
 @dataclass(frozen=True)
 class RunData:
-    """The training and evaluation datasets of a run, its tokenizer's digest, and sample prompts."""
+    """The datasets of a run, the digest of its tokenizer, and prompts that evaluations complete."""
 
     train: PackedDataset
     evaluation: dict[str, PackedDataset]
@@ -79,9 +79,9 @@ class RunData:
 
 
 def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that the settings name, or else the training data's, or else the model's.
+    """Load the tokenizer in the settings, or else that of the training data, or else the model's.
 
-    Raises ConfigurationError.
+    Raises ConfigurationError if no tokenizer is found, or if it does not fit the model.
     """
     directory = settings.data.tokenizer_name_or_path
     if not directory:
@@ -107,10 +107,10 @@ def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
 def choose_sizes(
     settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
 ) -> RunSettings:
-    """Return settings with sequence_length and global_batch_size; derive and log missing values.
+    """Return the settings with derived values for a missing sequence_length or global_batch_size.
 
-    A resumed run keeps its first values, even if the number of ranks or the micro-batch changed.
-    Raises ConfigurationError if the training data cannot be opened.
+    Derived values are logged. A resumed run keeps its first values, even if the number of ranks or
+    the micro-batch changed. Raises ConfigurationError if the training data cannot be opened.
     """
     if not _open_sizes(settings, ("sequence_length", "global_batch_size")):
         return settings
@@ -124,13 +124,13 @@ def choose_sizes(
 
 
 def _open_sizes(settings: RunSettings, names: Sequence[str]) -> list[str]:
-    """Return the settings among `names` that the user did not give, or gave as null."""
+    """Return those of `names` that the user did not give or set to null."""
     values = settings.values
     return [name for name in names if not values.rank(name) or values[name] is None]
 
 
 def _sizes_of_the_run(settings: RunSettings) -> dict[str, tuple[Any, str]]:
-    """Return {setting: (value, reason)} of the run to resume, for sizes that are not given now."""
+    """Return {setting: (value, reason)} of the run to resume for missing sizes; {} if it is new."""
     record, values = resumed_record(settings), settings.values
     before = settings_in_force(record.directory, record.starts) if record.starts else {}
     why = f"as the run in {record.directory} began"
@@ -146,7 +146,7 @@ def _sizes_of_the_run(settings: RunSettings) -> dict[str, tuple[Any, str]]:
 def _derived_sizes(
     settings: RunSettings, config: PreTrainedConfig, ranks: int
 ) -> dict[str, tuple[Any, str]]:
-    """Return {setting: (value, reason)} of sizes that are null, from data, model and ranks."""
+    """Return {setting: (value, reason)}, derived from data, model and ranks, of missing sizes."""
     data, found = settings.data, dict[str, tuple[Any, str]]()
     given, fine_tuning = settings.values.given.keys(), settings.script == "sft_train.py"
     train = [_open(settings, name, "train", ()).lengths for name in train_sources(data.train_data)]
@@ -189,10 +189,10 @@ def _derived_sizes(
 
 
 def batch_for(rows: int, ranks: int) -> int:
-    """Return a global batch for data of `rows` sequences: a multiple of `ranks`.
+    """Return a global batch size for data of `rows` sequences.
 
-    The global batch is the largest power of two, up to MOST_SEQUENCES, with EPOCH_STEPS steps or
-    more in an epoch, rounded up to a multiple.
+    It is the largest power of two with which an epoch has 200 steps or more (EPOCH_STEPS), at most
+    64 (MOST_SEQUENCES). It is then rounded up to a multiple of `ranks`.
     """
     size = min(MOST_SEQUENCES, max(rows // EPOCH_STEPS, 1))
     size = 1 << (size.bit_length() - 1)
@@ -200,7 +200,7 @@ def batch_for(rows: int, ranks: int) -> int:
 
 
 def more_steps(rows: int, global_batch_size: int, ranks: int) -> str:
-    """Return the flags, as text, that give FEW_STEPS or more steps on `rows` sequences."""
+    """Return flags, as text, with which a run on `rows` sequences has 50 steps (FEW_STEPS)."""
     size = min(batch_for(rows, ranks), global_batch_size)
     flags = f"--num_train_epochs {math.ceil(FEW_STEPS * size / rows)}"
     return flags if size == global_batch_size else f"--global_batch_size {size} {flags}"
@@ -215,8 +215,8 @@ def load_run_data(
 ) -> RunData:
     """Open, check and pack every split. Raises ConfigurationError with the problems of all splits.
 
-    In fine-tuning each document needs a token to train on, and long documents are treated as
-    `on_overlong` says. Pretraining splits long documents.
+    In fine-tuning each document needs a token with a loss, and the setting `on_overlong` decides
+    what happens to long documents. Pretraining splits long documents.
     """
     data = settings.data
     sources, splits = train_sources(data.train_data), eval_splits(data.eval_data)
@@ -265,7 +265,7 @@ def load_run_data(
 
 
 def pack(dataset: TokenDataset, data: DataArguments, *, fine_tuning: bool) -> PackPlan:
-    """Return the plan that packs a dataset's documents. Raises as `plan_packing` does."""
+    """Return the plan that packs a dataset's documents. Raises the errors of `plan_packing`."""
     return plan_packing(
         dataset.lengths,
         data.sequence_length,
@@ -277,7 +277,7 @@ def pack(dataset: TokenDataset, data: DataArguments, *, fine_tuning: bool) -> Pa
 
 
 def sample_order(train: PackedDataset, data: DataArguments, seed: int) -> SampleOrder:
-    """Return the order of the training sequences, from `order` and the weights of the sources."""
+    """Return the order of the training sequences by `order`, `seed` and the sources' weights."""
     weights = [weight for weight in train_sources(data.train_data).values() if weight is not None]
     return SampleOrder(train.per_source, seed, weights or None, data.order == "shuffled")
 
@@ -288,7 +288,7 @@ def _prompts(
     config: PreTrainedConfig,
     examples: Sequence[TokenDataset],
 ) -> "Sequence[Prompt]":
-    """Load `sample_prompts`. Raises ConfigurationError if prompt and completion are too long.
+    """Load `sample_prompts`. Raises ConfigurationError if a prompt leaves no room to complete it.
 
     Prompts are chats if a dataset in `examples` has a chat template or names no tokenizer.
     """
@@ -331,8 +331,8 @@ def _tokenizer_problems(
 def _open(settings: RunSettings, path: str, split: str, known: Collection[str]) -> TokenDataset:
     """Open a dataset. If the directory has several splits, open the split named `split`.
 
-    Rank 0 opens it first, so that the other ranks need not count its tokens. known: fingerprints of
-    the datasets that a resumed run keeps.
+    Rank 0 opens the dataset first and counts its tokens, so that other ranks need not count. known:
+    fingerprints of the datasets that a resumed run recorded.
     """
     opened, staged = list[TokenDataset](), settings.staged.get((path, split))
     on_rank_0(lambda: opened.append(open_token_dataset(path, split, known, staged)))
@@ -342,7 +342,7 @@ def _open(settings: RunSettings, path: str, split: str, known: Collection[str]) 
 def plan_steps(
     settings: RunSettings, data: RunData, launch: LaunchFacts, report: Report
 ) -> GlobalBatchSampler:
-    """Return the sampler of each step's sequences; add lines on batch and run sizes to `report`.
+    """Return the sampler of each step's sequences; add lines on the batch and steps to `report`.
 
     Raises ConfigurationError if the global batch does not divide into micro-batches of all ranks,
     if the data is smaller than one global batch, or if profile_steps come after the last step.

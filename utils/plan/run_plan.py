@@ -65,8 +65,7 @@ class OptimizerStates:
 class RunPlan:
     """The plan of a run: the sequences of each step, the kernels, and the memory per device.
 
-    settings: the parsed settings. to_longest: pad each micro-batch to its longest sequence. report:
-    the log lines of the plan.
+    to_longest: micro-batches are padded to their longest document. report: the plan's log lines.
     """
 
     settings: RunSettings
@@ -88,12 +87,12 @@ class RunPlan:
 
     @property
     def scheduled_saves(self) -> int:
-        """The number of checkpoints that save_strategy and save_steps request."""
+        """The number of checkpoints at regular intervals; 0 without such checkpoints."""
         every = save_interval(self.settings.training, self.total_steps)
         return math.ceil(self.total_steps / every) if every else 0
 
     def training_arguments(self, run_id: str) -> TrainingArguments:
-        """Return the parsed TrainingArguments with the values that the plan derives."""
+        """Return a copy of the TrainingArguments that has the values of this plan."""
         training = self.settings.training
         checkpointing = self.memory.choice != "none"  # Trainer only knows a boolean
         return with_values(
@@ -118,7 +117,7 @@ class RunPlan:
 
 
 def tracker_name(settings: RunSettings, run_id: str) -> str | None:
-    """Return the run's name for trackers with secrets masked, or None if the tracker chooses."""
+    """Return the run's name for trackers, without secrets; None if the tracker chooses a name."""
     if settings.training.run_name:
         return redact(settings.training.run_name)
     if {"mlflow", "trackio"}.isdisjoint(settings.training.report_to or ()):
@@ -128,7 +127,7 @@ def tracker_name(settings: RunSettings, run_id: str) -> str | None:
 
 
 def log_plan(plan: RunPlan) -> None:
-    """Log the plan: first the batch arithmetic, then each choice in the order it was made."""
+    """Log the lines of the plan: first the batch arithmetic, then the choices in their order."""
     for level, text in plan.report:
         logger.log(level, "%s", text)
 
@@ -136,7 +135,7 @@ def log_plan(plan: RunPlan) -> None:
 def plan_run(
     settings: RunSettings, data: RunData, config: PreTrainedConfig, launch: LaunchFacts
 ) -> RunPlan:
-    """Plan steps, kernels and memory. A ConfigurationError has the log lines so far in `report`."""
+    """Return the plan. A ConfigurationError gets the log lines so far in its field `report`."""
     run, elsewhere = settings.run, on_a_login_node(settings, launch)
     device = None if elsewhere else settings.training.device  # runs tests with small models
     with Report() as report:
@@ -196,7 +195,7 @@ def plan_run(
 
 
 def choose_data_workers(settings: RunSettings, launch: LaunchFacts, report: Report) -> int:
-    """Return dataloader_num_workers: as given, else up to 2 on a GPU with spare cores, else 0."""
+    """Return the number of data workers: dataloader_num_workers, or a default from 0 to 2."""
     given = settings.values["dataloader_num_workers"]
     if given is not None or launch.device == "cpu" or settings.run.dry_run:
         return given or 0  # on a CPU the workers would take cores from the training
@@ -209,7 +208,10 @@ def choose_data_workers(settings: RunSettings, launch: LaunchFacts, report: Repo
 def choose_optimizer_states(
     settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
 ) -> OptimizerStates | None:
-    """Return LowPrecisionAdamW's options, or None if --optim is used. Raises ConfigurationError."""
+    """Return LowPrecisionAdamW's options, or None if the run has another optimizer.
+
+    Raises ConfigurationError if the strategy or the type of the weights excludes the options.
+    """
     run, weights = settings.run, weights_dtype(settings.model, config)
     trained = torch.float32 if settings.model.use_peft else weights  # PEFT's adapters are float32
     own = name_of(trained)
@@ -238,7 +240,7 @@ def choose_optimizer_states(
 def precision_line(
     settings: RunSettings, config: PreTrainedConfig, states: OptimizerStates | None, device: str
 ) -> str:
-    """Return the log line on the number types of weights, computations and optimizer states."""
+    """Return the log line on precision: the types of weights, products and optimizer states."""
     training, why = settings.training, settings.values.source("bf16")
     weights, mixed = weights_dtype(settings.model, config), training.mixed_precision
     hint = ""
@@ -264,7 +266,7 @@ def precision_line(
 
 
 def save_interval(training: TrainingArguments, total_steps: int) -> int | None:
-    """Return the number of steps between two checkpoints; None without regular checkpoints."""
+    """Return the number of steps between two regular checkpoints; None if there are none."""
     if training.save_strategy == "epoch":
         return math.ceil(total_steps / max(1, math.ceil(training.num_train_epochs)))
     steps = training.save_steps
@@ -324,7 +326,7 @@ def _attention(
     device: torch.device | None,
     report: Report,
 ) -> AttentionChoice:
-    """Choose the attention; check that documents stay apart and that ranks can share sequences."""
+    """Return the attention, after checks of packed documents and of context_parallel."""
     model, training = settings.model, settings.training
     whole_rows = all(
         plan.one_document_each
@@ -350,9 +352,9 @@ def _attention(
 def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: bool) -> str:
     """Test on a login node's CPU whether packed documents stay apart; return the result as text.
 
-    Raises ConfigurationError if documents see each other, because the masks are the same on a GPU.
-    Some models are only tested when the run starts: models that do not run on a CPU, and recurrent
-    models, which use other kernels on a CPU.
+    whole_rows: no sequence has more than one document. Raises ConfigurationError if documents see
+    each other, because the masks are the same on a GPU. For models that do not run on a CPU, and
+    for recurrent models that fail here, the text says that the run tests them when it starts.
     """
     asked = requested if requested in RUN_ANYWHERE else "auto"
     try:
@@ -372,7 +374,7 @@ def _loss_head(
     device: torch.device | None,
     report: Report,
 ) -> LossHeadChoice:
-    """Choose the loss head and add its log lines to `report`. device: None on a login node."""
+    """Return the chosen loss head; add its log lines to `report`. device: None on a login node."""
     training = settings.training
     fine_tuning = isinstance(training, FineTuneConfig)
     given = training.router_aux_loss_coef if isinstance(training, FineTuneConfig) else None
