@@ -1,4 +1,4 @@
-"""The trained part of a model: LoRA's adapters, or all weights that get a gradient."""
+"""The trained part of a model: LoRA's adapters, or all weights that are not frozen."""
 
 import contextlib
 import re
@@ -43,11 +43,11 @@ FORMERLY = {
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """The parts of a model that LoRA trains.
+    """The layers of a model that LoRA adapts or trains.
 
-    model: the model settings. lora_target_modules and lora_target_parameters have full names of
-    layers and weights, and lora_dropout is 0 if experts are targets. trains_head: whether the last
-    layer is trained as well, without an adapter. report: lines for the log.
+    model: the model settings, with full names of layers and weights in lora_target_modules and
+    lora_target_parameters. Their lora_dropout is 0 if LoRA adapts experts. trains_head: whether the
+    LM head is trained, without an adapter. report: lines for the log.
     """
 
     model: ModelArguments
@@ -56,7 +56,10 @@ class AdapterPlan:
 
 
 def with_adapters(built: PreTrainedModel, model: ModelArguments) -> nn.Module:
-    """Return the model with LoRA's adapters; without LoRA, the model with unused weights frozen."""
+    """Return the model with LoRA's adapters. Without LoRA, freeze weights and return the model.
+
+    Frozen weights are those that get no gradient, and those that --freeze or --train_only excludes.
+    """
     if not model.use_peft:
         freeze_unused(built)
         freeze_asked(built, model)
@@ -106,7 +109,7 @@ def _check_adapter_size(model: PreTrainedModel, config_file: Path) -> None:
     """Raise ConfigurationError if an adapter needs more memory than is free.
 
     PEFT allocates an adapter by its settings, before it reads any weight. If PEFT cannot build the
-    adapter, nothing is raised here, because loading the adapter raises this error.
+    adapter, this function raises nothing, because `load_adapter` then raises PEFT's error.
     """
     from peft import PeftConfig, get_peft_model
 
@@ -146,8 +149,8 @@ def trained_bytes(
 def freeze_unused(model: PreTrainedModel) -> list[str]:
     """Freeze the parameters that never get a gradient, and return their names.
 
-    DDP would wait for these gradients. The parameters belong to encoders of images and sound, to
-    indexers of sparse attention, and to poolers.
+    DDP would wait for gradients of these parameters. They belong to encoders of images and sound,
+    to indexers of sparse attention, and to poolers.
     """
     frozen = outside_text(model)
     frozen |= {name: each for name, each in model.named_parameters() if not gets_gradient(name)}
@@ -157,7 +160,7 @@ def freeze_unused(model: PreTrainedModel) -> list[str]:
 
 
 def freeze_asked(built: PreTrainedModel, model: ModelArguments) -> None:
-    """Freeze the weights that --freeze names, and the weights that --train_only does not name.
+    """Freeze the weights that --freeze names. With --train_only, freeze weights it does not name.
 
     Raises ConfigurationError if a name matches no layer or weight, or if all weights are frozen.
     """
@@ -179,7 +182,7 @@ def freeze_asked(built: PreTrainedModel, model: ModelArguments) -> None:
 
 
 def frozen_lines(model: ModelArguments, config: PreTrainedConfig) -> list[str]:
-    """Return the log line on what --freeze and --train_only freeze; none if neither is given."""
+    """Return a list of the log line on weights that --freeze and --train_only freeze, or []."""
     if not (model.freeze or model.train_only):
         return []
     built = without_weights(config)
@@ -208,7 +211,7 @@ def frozen_lines(model: ModelArguments, config: PreTrainedConfig) -> list[str]:
 
 
 def _weights_in(named: Mapping[str, nn.Parameter], layers: Sequence[str]) -> set[nn.Parameter]:
-    """Return the weights in the layers with these full names; "" names the whole model."""
+    """Return the weights of `named` in layers with these full names. "" names the whole model."""
     inside = tuple(f"{layer}." if layer else "" for layer in layers)
     return {weight for name, weight in named.items() if f"{name}.".startswith(inside)}
 
@@ -216,7 +219,7 @@ def _weights_in(named: Mapping[str, nn.Parameter], layers: Sequence[str]) -> set
 def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPlan | None:
     """Return the plan of the layers that LoRA adapts, or None if LoRA is off.
 
-    By default LoRA adapts the experts and every linear layer of the text model except the last.
+    By default LoRA adapts the experts and all linear layers of the text model except the LM head.
     Raises ConfigurationError if LoRA does not fit the model. PEFT is tried on a model without
     weights, so this error comes before weights load.
     """
@@ -254,9 +257,10 @@ def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPla
 def _adapt(
     config: PreTrainedConfig, model: ModelArguments, modules: list[str], parameters: list[str]
 ) -> tuple[ModelArguments, Any, list[str]]:
-    """Adapt a model without weights; return its settings, the model, and modules that PEFT skipped.
+    """Build a model without weights and with LoRA's adapters on `modules` and `parameters`.
 
-    modules, parameters: full names of the layers and weights to adapt
+    These are full names of layers and weights. Returns the settings with these names, the adapted
+    model, and those of `modules` that PEFT did not adapt.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -270,10 +274,10 @@ def _adapt(
 
 
 def _targets(built: PreTrainedModel, model: ModelArguments) -> tuple[list[str], list[str], bool]:
-    """Return LoRA's target modules and target parameters, and whether the last layer is trained.
+    """Return LoRA's target modules and target parameters, and whether the LM head is trained.
 
-    Targets are full names. lora_modules_to_save may name the last layer. Raises ConfigurationError
-    for names that the model lacks, and for an adapter on the last layer.
+    Targets are full names. The LM head is trained if lora_modules_to_save names it. Raises
+    ConfigurationError for names that the model lacks, and for an adapter on the LM head.
     """
     head: Any = built.get_output_embeddings()
     known = [name for name, _ in built.named_modules() if name and gets_gradient(name)]
@@ -309,8 +313,9 @@ def _matched(
 ) -> list[str]:
     """Return the full names in `known` that match a name or regular expression in `asked`.
 
-    A name also matches the end of a full name. Each name without a match adds a message about
-    `setting` to `problems`. had_experts: old names of experts' layers (FORMERLY) need no match.
+    A name matches full names that end with it. Each name without a match adds a message about
+    `setting` to `problems`. had_experts: names that layers of experts had in older versions of
+    transformers (FORMERLY) need no match.
     """
     found: set[str] = set()
     for name in [asked] if isinstance(asked, str) else asked:
@@ -331,10 +336,11 @@ def _matched(
 def linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Return the full names of the text model's linear layers, and of the weights of experts.
 
-    The last layer is left out. A layer is linear if its class has the forward method of a linear
-    layer. Routers that derive from nn.Linear but return several tensors are not linear. Layers that
-    PEFT refuses are left out: Mamba's fused kernels read their weights directly. The weights of all
-    experts are one tensor, (experts, in, out) or (experts, out, in).
+    The LM head is left out. A layer is linear if its class has the forward method of a linear
+    layer. Routers that derive from nn.Linear but return several tensors are not linear. PEFT
+    refuses some layers of Mamba, because Mamba's fused kernels read the weights directly. These
+    layers are left out. The weights of all experts of a layer are one tensor, (experts, in, out) or
+    (experts, out, in).
     """
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
@@ -356,7 +362,7 @@ def linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
 
 
 def trained_matrices(model: Any) -> list[nn.Parameter]:
-    """Return the trained matrices between embedding and last layer, which Muon updates.
+    """Return the trained matrices between embedding and LM head, which Muon updates.
 
     These are the weights of linear layers, including LoRA's, and the stacked weights of experts.
     Routers are left out, because each row of a router scores one expert. LoRA's adapters of experts

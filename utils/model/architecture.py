@@ -57,12 +57,12 @@ def first_line(error: BaseException) -> str:
 
 
 def first_set(owner: Any, names: Sequence[str]) -> Any:
-    """Return the first value of these attributes that is not None, 0 or empty; None without one."""
+    """Return the first value of these attributes that is not None, 0 or empty, or else None."""
     return next((getattr(owner, name) for name in names if getattr(owner, name, None)), None)
 
 
 def layer_settings(config: PretrainedConfig) -> dict[int | str, dict[str, Any]]:
-    """Return {layer index: settings of this layer that differ from the model's}."""
+    """Return {layer index: {setting: value}} of values that differ from the model's own."""
     settings = config.to_dict().get("per_layer_config") or {}
     return {int(layer): own for layer, own in settings.items()}
 
@@ -91,13 +91,13 @@ def causal_lm_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def is_multimodal(model_config: PretrainedConfig) -> bool:
-    """Return whether a model has parts, such as image towers, that AutoModelForCausalLM lacks."""
+    """Return whether a model has other parts than AutoModelForCausalLM loads, as image towers."""
     causal = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
     return causal is not causal_lm_class(model_config)
 
 
 def text_model_config(model_config: PretrainedConfig) -> PretrainedConfig | None:
-    """Return the configuration of a model's text part if AutoModelForCausalLM loads it, or None."""
+    """Return the configuration of a model's text part; None if it cannot be a model by itself."""
     found: Any = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
     if found is None or found.config_class is not model_config.sub_configs.get("text_config"):
         return None
@@ -106,7 +106,7 @@ def text_model_config(model_config: PretrainedConfig) -> PretrainedConfig | None
 
 
 def _not_for_text(model_class: Any, model_config: PretrainedConfig) -> str | None:
-    """Return the end of a message on why a model cannot train on text alone; None if it can."""
+    """Return why a model cannot train on text alone, as the end of a message; None if it can."""
     text = model_config.get_text_config(decoder=True)
     if model_config.is_encoder_decoder or getattr(text, "is_encoder_decoder", False):
         return "is an encoder with a decoder, and Stoker trains decoders alone: use one of those."
@@ -146,7 +146,7 @@ def text_model_of(model: PreTrainedModel) -> Any:
 
 
 def without_weights(config: PretrainedConfig) -> PreTrainedModel:
-    """Build the model on the meta device, without weights.
+    """Return the model on the meta device, without weights.
 
     The model uses eager attention, because loading an attention that the configuration names could
     run foreign code. Raises ConfigurationError if the model's buffers do not fit into memory, and
@@ -164,7 +164,7 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def check_room(needed: int, what: str) -> None:
-    """Raise ConfigurationError if fewer than `needed` bytes are free; `what` begins its message."""
+    """Raise ConfigurationError if fewer than `needed` bytes are free. `what` begins the message."""
     room = memory_room_bytes()
     if needed > room:
         raise ConfigurationError(
@@ -174,7 +174,7 @@ def check_room(needed: int, what: str) -> None:
 
 
 def check_model(config: PretrainedConfig) -> None:
-    """Raise ConfigurationError if the model cannot be built, or has no text model or last layer."""
+    """Raise ConfigurationError if the model cannot be built, or lacks a text model or LM head."""
     kind = f"model type {config.model_type!r}"
     with foreign(config.name_or_path or kind, f"transformers cannot build this model of {kind}"):
         built = without_weights(config)
@@ -187,7 +187,7 @@ def check_model(config: PretrainedConfig) -> None:
 
 
 def expert_count(layer: torch.nn.Module) -> int:
-    """Return the number of a layer's experts if their weights are stacked in one tensor, else 0."""
+    """Return the number of a layer's experts, or 0 unless one tensor has all experts' weights."""
     own = layer.parameters(recurse=False)
     stacked = any(len(getattr(weight, "ds_shape", weight.shape)) == 3 for weight in own)
     return (first_set(layer, ("num_experts", "num_routed_experts")) or 0) if stacked else 0
@@ -206,12 +206,15 @@ def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def has_experts(built: PreTrainedModel) -> bool:
-    """Return whether a model routes tokens to experts. Architectures share no setting for this."""
+    """Return whether a model routes tokens to experts. No setting says so in all architectures."""
     return bool(routers(built)) or any(map(expert_count, built.modules()))
 
 
 def add_input_hooks(model: PreTrainedModel) -> None:
-    """Add forward hooks: token types for Molmo 2, train or inference mode for xLSTM's kernels."""
+    """Add forward hooks to a Molmo 2 or xLSTM model. Other models are unchanged.
+
+    Molmo 2 gets token types that say "text". xLSTM's kernels get the mode, train or inference.
+    """
     if model.config.model_type == "molmo2":
 
         def add_types(_: Any, args: Any, given: dict[str, Any]) -> Any:
@@ -231,7 +234,10 @@ def add_input_hooks(model: PreTrainedModel) -> None:
 
 
 def accept_xlstm_kernels() -> None:
-    """Let xLSTM configurations name Triton's kernels until `choose_xlstm_kernels` replaces them."""
+    """Let xLSTM configurations name Triton's kernels where they are not installed.
+
+    `choose_xlstm_kernels` replaces these names later.
+    """
     if not is_xlstm_available():
         strict: Any = configuration_xlstm.xLSTMConfig
         for name in ("chunkwise_kernel", "sequence_kernel", "step_kernel"):
@@ -241,9 +247,9 @@ def accept_xlstm_kernels() -> None:
 def choose_xlstm_kernels(
     config: PretrainedConfig, device_type: str, length: int | None = None
 ) -> None:
-    """Set and log the kernels in an xLSTM's configuration. Do nothing for other architectures.
+    """Set and log the kernels in an xLSTM's configuration. Other configurations are unchanged.
 
-    Raises ConfigurationError if Triton's kernels do not support `length`, the sequence length.
+    length: sequence_length. Raises ConfigurationError if Triton's kernels do not support it.
     """
     if config.model_type != "xlstm":
         return
@@ -261,10 +267,10 @@ def choose_xlstm_kernels(
 
 
 def apart_inside(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return name parts, such as ".layers.3.", of modules in the text model that text does not use.
+    """Return parts of names, such as ".layers.3.", that only modules without use for text have.
 
-    The text models of Chameleon and Phi-4 contain image towers. Llama 3.2 Vision has layers that
-    attend to images.
+    These modules are in the text model. The text models of Chameleon and Phi-4 contain image
+    towers. Llama 3.2 Vision has layers that attend to images.
     """
     config: Any = model.config
     text_config, text = config.get_text_config(decoder=True), text_model_of(model)
@@ -280,7 +286,7 @@ def apart_inside(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def outside_text(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
-    """Return {name: parameter} of image towers and projectors, which text does not use."""
+    """Return {name: parameter} of parts that text does not use, such as image towers."""
     if not set(getattr(model.config, "sub_configs", {})) - {"text_config"}:
         return {}
     used = {
@@ -297,5 +303,5 @@ def outside_text(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
 
 
 def gets_gradient(name: str) -> bool:
-    """Return whether the text model's module or parameter with this name gets a gradient."""
+    """Return whether the text model's module or parameter with this full name gets a gradient."""
     return WITHOUT_GRADIENT.isdisjoint(name.split("."))

@@ -70,7 +70,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The attention name for transformers, the kernel behind it, and the reason to log."""
+    """The attention of a run: its name in transformers, its kernel, and the reason to log."""
 
     name: str
     kernel: str
@@ -99,10 +99,9 @@ def attention_choices(
     `requested` is --attn_implementation: an attention of transformers, or a kernel for Stoker's
     attention `packed_varlen`. `needs` is the result of `observe_attention`. `dtype` is the type
     that training computes in. `whole_rows`: no sequence has more than one document. The fallbacks
-    are then sdpa or eager without document boundaries: the padding comes after the document, so no
-    token of the document sees the padding. Without `whole_rows` the fallbacks use a block mask, and
-    are only offered if nothing is requested. Raises ConfigurationError if the requested attention
-    cannot run.
+    are then sdpa or eager without document boundaries, because no token of the document sees the
+    padding after it. Without `whole_rows` there are fallbacks only if no attention is requested.
+    They use a mask of blocks. Raises ConfigurationError if the requested attention cannot run.
     """
     name, model_class = requested or "auto", causal_lm_class(model_config)
     class_name = model_class.__name__
@@ -139,7 +138,7 @@ def attention_choices(
 def own_attention(
     requested: str | None, model_config: PretrainedConfig, needs: AttentionNeeds | str | None
 ) -> str:
-    """Return "sdpa" if the model supports SDPA and eager is not requested, else "eager"."""
+    """Return "sdpa", or "eager" if eager is requested or the model does not support SDPA."""
     # SDPA has neither soft caps nor sinks.
     special = isinstance(needs, AttentionNeeds) and (needs.softcap or needs.sinks)
     sdpa = causal_lm_class(model_config)._supports_sdpa and not special
@@ -149,9 +148,10 @@ def own_attention(
 def _choose_packed(
     name: str, device_type: str, dtype: torch.dtype, needs: AttentionNeeds, whole_rows: bool
 ) -> AttentionChoice:
-    """Register `packed_varlen` with the requested or the fastest kernel; return this choice.
+    """Register `packed_varlen` with a kernel in transformers; return this choice.
 
-    Raises ConfigurationError if the requested kernel cannot run on this host.
+    name: the requested kernel. "auto" and "packed_varlen" take the fastest kernel. Raises
+    ConfigurationError if the requested kernel cannot run on this host.
     """
     usable, refusals = find_kernels(device_type, dtype, needs, whole_rows)
     wanted = [kernel for kernel in usable if name in ("auto", NAME, kernel.name)]
@@ -170,7 +170,7 @@ def _choose_packed(
 
 
 def shape_inputs(inputs: dict[str, Any], batches: str) -> dict[str, Any]:
-    """Return the inputs of packed sequences, (B, T), in the form that the model takes.
+    """Return the inputs of packed sequences (B, T) in the form that the model needs.
 
     batches: "packed" keeps `inputs` unchanged. "plain", for sequences of one document, removes the
     document boundaries. "flat", for recurrent layers, makes one sequence, (1, B * T), and adds the
@@ -199,7 +199,7 @@ def is_recurrent(model_config: PretrainedConfig) -> bool:
 def check_row_positions(model_config: PretrainedConfig, sequence_length: int) -> None:
     """Raise ConfigurationError if Llama 4 would scale queries by positions of the packed sequence.
 
-    Llama 4 scales queries after `floor_scale` tokens, wherever the documents of a sequence begin.
+    Llama 4 scales queries from token `floor_scale` of a sequence on, not of a document.
     """
     text = model_config.get_text_config(decoder=True)
     first = getattr(text, "floor_scale", None)
@@ -221,9 +221,9 @@ def choose_isolated_attention(
 ) -> AttentionChoice:
     """Return the first attention of `attention_choices` that passes `check_isolation`.
 
-    `attention_choices` explains the arguments. Raises ConfigurationError if no attention passes,
-    and ProbeError if no small model runs on `device`. With `whole_rows`, an attention is returned
-    unchecked if no small model runs.
+    `attention_choices` explains the arguments. Raises ConfigurationError if no attention passes. If
+    no small model runs on `device`, raises ProbeError. With `whole_rows` an unchecked attention is
+    then returned instead.
     """
     refusals: list[ConfigurationError] = []
     try:
@@ -290,7 +290,7 @@ def check_isolation(
 
 
 def packed_batch(rows: Rows = ROWS, device: torch.device = CPU) -> dict[str, Any]:
-    """Return model inputs of random packed sequences; `rows`: document lengths, as in ROWS."""
+    """Return model inputs of random packed sequences. rows: each sequence's document lengths."""
     generator = torch.Generator().manual_seed(0)
     row_length = sum(rows[0])
     shape = (len(rows), row_length)
@@ -311,7 +311,7 @@ def packed_batch(rows: Rows = ROWS, device: torch.device = CPU) -> dict[str, Any
 
 
 def _segments(rows: Rows) -> Iterator[tuple[int, int, int]]:
-    """Yield (sequence index, start, stop) of every document and of every sequence's padding."""
+    """Yield (sequence index, start, stop) of every document, and of the padding, in tokens."""
     for row, lengths in enumerate(rows):
         start = 0
         for length in lengths:
@@ -321,7 +321,7 @@ def _segments(rows: Rows) -> Iterator[tuple[int, int, int]]:
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, batch: dict[str, Any], batches: str) -> torch.Tensor:
-    """Return the logits (B, T, vocabulary) of a packed batch; `batches`: see `shape_inputs`."""
+    """Return the logits (B, T, vocabulary) of a packed batch. See `shape_inputs` for `batches`."""
     logits = model(**shape_inputs(batch, batches)).logits
     return logits.view(*batch["input_ids"].shape, -1) if batches == "flat" else logits
 
@@ -329,8 +329,8 @@ def _logits(model: PreTrainedModel, batch: dict[str, Any], batches: str) -> torc
 def _leak(model: PreTrainedModel, rows: Rows, batches: str) -> str:
     """Change one token of a packed batch at a time; return the first wrong effect as text, or "".
 
-    The first and last token of each document are changed. Only logits from the changed token to the
-    end of its document may change.
+    The first and the last token of each document are changed. This may change logits from the
+    changed token to the end of its document, and no others.
     """
     batch = packed_batch(rows, model.device)
     reference = _logits(model, batch, batches)
@@ -371,7 +371,7 @@ def _cut_short(config: PretrainedConfig) -> None:
 def _difference(
     config: PretrainedConfig, choice: AttentionChoice, rows: Rows, device: torch.device
 ) -> str:
-    """Compare float32 logits with eager attention on each document alone; return a fault or ""."""
+    """Return a fault if float32 logits differ from eager attention on single documents, or ""."""
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
     _cut_short(text)

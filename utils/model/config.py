@@ -1,11 +1,12 @@
 """The configuration of the model to train, and embedding rows for new tokens of the tokenizer.
 
-Published files have more keys than an architecture declares: old names (`rope_theta`), settings
-that only the model's code reads (`head_dim` of Qwen3-MoE), and many without effect.
+Published files have keys that their architecture does not declare. Some are old names
+(`rope_theta`), some are read only by the model's code (`head_dim` of Qwen3-MoE), and many have no
+effect.
 
-A run uses the tokenizer that made its data. This tokenizer may differ from the model's own (a base
-model and its chat sibling) if equal ids mean equal tokens. Tokens that the model's tokenizer lacks
-get new rows in the embedding.
+A run uses the tokenizer that made its data. This tokenizer may differ from the model's own, as that
+of a base model and its chat model do, if equal ids mean equal tokens. Tokens that the model's
+tokenizer lacks get new rows in the embedding.
 """
 
 import contextlib
@@ -70,7 +71,7 @@ OTHER_INPUTS = ("pixel_values", "input_features", "image_embeds")  # inputs othe
 def load_model_config(
     settings: RunSettings, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedConfig:
-    """Return the configuration of the model to train; no weights are loaded.
+    """Return the configuration of the model to train. No weights are loaded.
 
     New tokens of the tokenizer enlarge the vocabulary. Raises ConfigurationError if transformers
     does not know the architecture, or if a sequence has more tokens than the model has positions.
@@ -110,7 +111,7 @@ def load_model_config(
 
 
 def runnable(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return `config`, or its text model's configuration if the whole model needs more than text.
+    """Return `config`, or its text model's configuration if the model does not run on text alone.
 
     Raises ConfigurationError if the model cannot be built, or if no part of it runs on text alone.
     """
@@ -141,8 +142,8 @@ def runnable(config: PreTrainedConfig) -> PreTrainedConfig:
 def read_config_file(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return a model's configuration file (JSON or YAML) as a dict, changed by `overrides`.
 
-    Inner mappings are merged key by key. Raises ConfigurationError if the file cannot be read, has
-    a key twice or has no model_type.
+    A mapping in `overrides` changes only the keys that it has. Raises ConfigurationError if the
+    file cannot be read, has a key twice or has no model_type.
     """
     where = f"the model's configuration {path}"
     try:
@@ -164,7 +165,7 @@ def read_config_file(path: Path, overrides: Mapping[str, Any] | None = None) -> 
 
 
 def _overridden(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `values` changed by `overrides`. Inner mappings are merged key by key."""
+    """Return a copy of `values` changed by `overrides`. Mappings inside change key by key."""
     inner = {
         name: _overridden(values[name], value)
         for name, value in overrides.items()
@@ -185,9 +186,9 @@ def config_from_file(
 ) -> PreTrainedConfig:
     """Build a model's configuration from the file of --model_config, with `overrides`.
 
-    The tokenizer sets the vocabulary size and special tokens that the file leaves out. Raises
-    ConfigurationError for an unknown model_type, and for keys without effect. In a file written by
-    a library (a published config.json), such keys are only logged.
+    If the file has no vocabulary size or special tokens, they come from the tokenizer. Raises
+    ConfigurationError for an unknown model_type and for keys without effect. If a library wrote the
+    file, as a published config.json, its keys without effect are logged instead.
     """
     values = read_config_file(path, overrides)
     model_type = values["model_type"]
@@ -227,7 +228,7 @@ def config_from_file(
 
 
 def _misplaced(overrides: Mapping[str, Any], config: PreTrainedConfig) -> str:
-    """Return the name of an override that belongs into the inner text_config, or ""."""
+    """Return the first key of `overrides` that belongs into the key text_config, or ""."""
     text = config.get_text_config(decoder=True)
     own = {field.name for field in dataclasses.fields(config)}
     inner = (name for name in overrides if name not in own and hasattr(text, name))
@@ -237,9 +238,9 @@ def _misplaced(overrides: Mapping[str, Any], config: PreTrainedConfig) -> str:
 def _unused(values: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
     """Return the keys of a configuration file that have no effect on the model.
 
-    A key has an effect if the configuration's class declares it, if it became part of another
-    setting (the configuration then has no such attribute), or if its name is in the architecture's
-    code. Keys of vision towers are not checked.
+    A key has an effect if the configuration's class declares it, or if its name is in the
+    architecture's code. It also has an effect if transformers made it part of another setting, so
+    that the configuration has no such attribute. Keys of vision towers are not checked.
     """
     known = {field.name for field in dataclasses.fields(config)}
     known |= {name for name, _ in inspect.getmembers(type(config), inspect.isdatadescriptor)}
@@ -263,7 +264,7 @@ def _unused(values: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
 def compare_with_model(
     settings: RunSettings, tokenizer: PreTrainedTokenizerBase, directory: str
 ) -> None:
-    """Log how the run's tokenizer, from `directory`, differs from the model's own tokenizer.
+    """Log how the run's tokenizer, loaded from `directory`, differs from the model's tokenizer.
 
     Raises ConfigurationError if an id means different tokens in the two tokenizers.
     """
@@ -287,7 +288,7 @@ def compare_with_model(
 
 
 def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids of `tokenizer` that the model's tokenizer lacks. Their embeddings are new."""
+    """Return the ids of `tokenizer` that the model's tokenizer lacks; [] if it has no tokenizer."""
     own = _own_tokenizer(settings)
     if own is None:
         return []
@@ -297,12 +298,12 @@ def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> 
 def fit_embedding(
     settings: RunSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Enlarge the configuration's vocabulary size, so that new tokens get embedding rows.
+    """Enlarge the configuration's vocabulary size so that new tokens get embedding rows.
 
-    The size is rounded up to a multiple of `pad_embeddings_to_multiple_of`, if set. Otherwise it is
-    rounded up to a multiple of 64 if there are new tokens. Some published tokenizers have more
-    tokens than their model has embedding rows (Gemma 3 1B). These tokens do not count as new, and
-    data with these tokens is refused.
+    If the setting pad_embeddings_to_multiple_of is given, the size is rounded up to its multiple.
+    Otherwise, if new tokens need rows, the size is rounded up to a multiple of 64. Some published
+    tokenizers have more tokens than their model has embedding rows (Gemma 3 1B). These tokens do
+    not count as new, and data with these tokens is refused.
     """
     text, new = config.get_text_config(), new_token_ids(settings, tokenizer)
     multiple, before = settings.model.pad_embeddings_to_multiple_of, text.vocab_size
@@ -320,7 +321,7 @@ def fit_embedding(
 
 @torch.no_grad()
 def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
-    """Resize the embedding to `rows`; set added rows and rows `new` to the mean of the rest."""
+    """Resize the embedding to `rows`. Added rows and the rows `new` become the others' mean."""
     weight: Any = model.get_input_embeddings().weight
     before = getattr(weight, "ds_shape", weight.shape)[0]  # under ZeRO-3 the tensor is empty
     if rows != before:
@@ -344,14 +345,14 @@ def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
 
 
 def _own_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of the model that the run starts from, or None if it has none."""
+    """Return the tokenizer of the model whose weights the run loads first; None if it has none."""
     model = settings.model.model_name_or_path or stage_tokenizer(settings)
     return None if model is None else _load_own(model)
 
 
 @functools.lru_cache(maxsize=1)
 def _load_own(model: str) -> PreTrainedTokenizerBase | None:
-    """Return a model's tokenizer, or None if the tokenizer is missing or fails to load (logged)."""
+    """Return a model's tokenizer, or None if there is none. If it fails to load, log why."""
     if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):
         return None
     try:

@@ -25,7 +25,7 @@ SAVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def generation_settings(settings: RunSettings, config: PreTrainedConfig) -> GenerationConfig:
-    """Return the base model's published generation settings, or defaults derived from `config`.
+    """Return the base model's published generation settings, or else defaults from `config`.
 
     Raises ConfigurationError if the published settings cannot be read or are invalid.
     """
@@ -43,7 +43,7 @@ def generation_settings(settings: RunSettings, config: PreTrainedConfig) -> Gene
 
 
 def check_token_ids(found: GenerationConfig) -> None:
-    """Raise ValueError if a setting in TOKEN_IDS is not a token id or a list of token ids."""
+    """Raise ValueError unless each generation setting of token ids is an id or a list of ids."""
     for name in TOKEN_IDS:
         value = getattr(found, name)
         ids = value if isinstance(value, list) else [0 if value is None else value]
@@ -54,10 +54,10 @@ def check_token_ids(found: GenerationConfig) -> None:
 def finished_generation(
     model: Any, tokenizer: PreTrainedTokenizerBase, data: PackedDataset, padded: bool = False
 ) -> GenerationConfig | None:
-    """Return the model's generation settings, with the tokens that end answers in `data` as stops.
+    """Return the model's generation settings. Tokens that end answers in `data` stop generation.
 
     padded: the embedding has more rows than the tokenizer has tokens. Generation then never chooses
-    the ids of surplus rows. Returns None if the model cannot generate.
+    an id that is no token. Returns None if the model cannot generate.
     """
     if not model.can_generate():
         return None
@@ -77,21 +77,24 @@ def finished_generation(
 
 
 def read_processor_files(settings: RunSettings) -> dict[str, bytes]:
-    """Return {name: bytes} of the base model's processor files, for final/. All ranks must call."""
+    """Return {file name: content} of the base model's processor files. All ranks must call."""
     source = str(stage_of(settings) or settings.model.model_name_or_path or "")
     paths = {name: _published(source, name, settings) for name in PROCESSOR_FILES}
     return {name: path.read_bytes() for name, path in paths.items() if path is not None}
 
 
 def write_processor_files(files: Mapping[str, bytes], tokenizer: Any, directory: Path) -> None:
-    """Write the processor's files, without an old chat template if the tokenizer has a template."""
+    """Write the processor's files. Leave out its chat template if the tokenizer has a template."""
     for name, content in files.items():
         if name != OLD_TEMPLATE or not tokenizer.chat_template:
             (directory / name).write_bytes(content)
 
 
 def _published(source: str, name: str, settings: RunSettings) -> Path | None:
-    """Return the path of a file in a folder or a Hub model, or None if there is no such file."""
+    """Return the path of the file `name` of a model, or None if there is no such file.
+
+    source: the model's folder or its name on the Hub
+    """
     path = source and cached_file(
         source, name, revision=settings.model.model_revision,
         _raise_exceptions_for_missing_entries=False,
@@ -101,7 +104,7 @@ def _published(source: str, name: str, settings: RunSettings) -> Path | None:
 
 
 def set_generation_settings(model: Any, generation: GenerationConfig | None) -> None:
-    """Set the generation settings before a save, because trainers change their special tokens."""
+    """Set the model's generation settings before a save, because Trainer changes special tokens."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if generation is not None:
         base.generation_config = copy.deepcopy(generation)
@@ -112,9 +115,9 @@ def saved_dtype(
 ) -> torch.dtype:
     """Return the tensor type of `final/`: --save_dtype, or the base model's type.
 
-    A model from random weights keeps its type in training, `trained`. A resumed run with
-    `--init_from` keeps the type that it recorded first, because `config` may come from its own
-    checkpoint.
+    A model that began with random weights is saved in the type that training had, `trained`. A
+    resumed run with `--init_from` keeps the type that it recorded first, because `config` may come
+    from the run's own checkpoint.
     """
     model = settings.model
     if model.save_dtype != "auto":

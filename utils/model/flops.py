@@ -1,10 +1,10 @@
-"""Model FLOPs per token and GPU peaks, for MFU.
+"""Model FLOPs per token and peak FLOP/s of GPUs, for MFU.
 
 The convention is that of torchtitan, nanochat and benchmarks/hardware/flops.py. Each weight that
 multiplies a token counts 6 FLOPs, or 4 if it is frozen. The LM head counts once, even if it shares
-its weight with the embedding; the embedding does not count. An expert counts for the tokens that it
-computes. Each attention layer adds 12 * heads * head_dim * T for a sequence of T
-tokens, as if no token were masked. Recomputed activations do not count.
+its weight with the embedding. The embedding does not count. An expert counts for the tokens that
+are routed to it. Each attention layer adds 12 * heads * head_dim * T for a sequence of T tokens, as
+if no token were masked. Recomputed activations do not count.
 """
 
 import math
@@ -34,9 +34,9 @@ from utils.model.architecture import (
 class TokenProducts:
     """The counts from which model FLOPs per token are computed.
 
-    forward: the number of weights that multiply a token, counting only the experts that the token
-    is routed to. trained: how many of these weights are trained. attention: for each attention
-    layer, heads x head_dim and the length of the window (None: no window).
+    forward: the number of weights that multiply a token; of experts, only those to which a token is
+    routed. trained: how many of these weights are trained. attention: (heads x head_dim, window in
+    tokens or None) of each attention layer.
     """
 
     forward: float
@@ -44,7 +44,7 @@ class TokenProducts:
     attention: tuple[tuple[float, int | None], ...]
 
     def flops(self, effective_length: float) -> float:
-        """Return the FLOPs per token, forward and backward, for documents of this length."""
+        """Return the FLOPs per token of forward and backward pass, for documents of this length."""
         return 4 * self.forward + 2 * self.trained + 12 * self.scores(effective_length)
 
     def scores(self, length: float) -> float:
@@ -55,8 +55,8 @@ class TokenProducts:
 def token_products(model: Any) -> TokenProducts:
     """Count the weights that multiply each token in a model and its adapters.
 
-    The counts are those of the whole model, even if it is sharded. Towers for images and sound are
-    left out. `model` is a PreTrainedModel, or PEFT's wrapper of it.
+    The counts are those of the whole model, even if ranks hold shards. Towers for images and sound
+    do not count. `model` is a PreTrainedModel, or PEFT's wrapper of it.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = base.config.get_text_config(decoder=True)
@@ -77,7 +77,7 @@ def token_products(model: Any) -> TokenProducts:
 
 
 def _weights(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
-    """Return (weight, its size before sharding or 4-bit packing) for each matrix of a layer."""
+    """Return (matrix, number of its weights) of a layer. Shards and 4-bit weights count in full."""
     if isinstance(module, nn.Linear):
         return [(module.weight, module.in_features * module.out_features)]
     if isinstance(module, Conv1D):
@@ -90,7 +90,7 @@ def _weights(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
 
 
 def _attention(config: PreTrainedConfig) -> tuple[tuple[float, int | None], ...]:
-    """Return (heads x head_dim, window) of each attention layer, leaving out linear attention."""
+    """Return (heads x head_dim, window or None) of each attention layer that is not linear."""
     named = first_set(config, LAYER_TYPES)
     kinds = [str(kind) for kind in named] if named else [None] * config.num_hidden_layers
     found = []
@@ -114,8 +114,8 @@ def _attention(config: PreTrainedConfig) -> tuple[tuple[float, int | None], ...]
 def effective_length(plans: Sequence[PackPlan], shares: np.ndarray) -> float:
     """Return the length of a token's document, averaged over all tokens.
 
-    Without the causal mask, a token attends to this number of tokens on average. `shares` (plans,)
-    is each dataset's share of the training sequences.
+    Without the causal mask, a token would attend to so many tokens on average. `shares` (plans,)
+    has each dataset's share of the training sequences.
     """
     lengths = [plan.segments.lengths.astype(np.float64) for plan in plans]
     squares = [(each**2).sum() / plan.sequences for each, plan in zip(lengths, plans, strict=True)]
@@ -124,7 +124,7 @@ def effective_length(plans: Sequence[PackPlan], shares: np.ndarray) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return a GPU's dense bf16 peak in FLOP/s from its data sheet, or None for an unknown GPU."""
+    """Return a GPU's peak in FLOP/s for dense bf16, from its data sheet; None if unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     found = (gpu["tflops"] * 1e12 for gpu in known_gpus().values() if name in gpu["names"])
     return next(found, None)

@@ -1,9 +1,9 @@
 """Activation checkpointing, compilation and 8-bit products (fp8) of a model's layers.
 
 Activation checkpointing has three modes. "none" keeps everything that autograd needs. "selective"
-keeps the outputs of matrix products and attention, and recomputes the rest of a layer. "full" keeps
-only the layer's input. The results do not change, because recomputation has the same inputs and the
-same random state.
+keeps the outputs of matrix products and attention, and recomputes the other outputs of a layer.
+"full" keeps only the layer's input. The results do not change, because recomputation has the same
+inputs and the same random state.
 
 With fp8, torchao's Float8Linear multiplies in 8-bit floating point. A linear layer has three
 products in a step: its output, the gradient of its input and the gradient of its weight. Before
@@ -11,9 +11,10 @@ each product both factors are rounded to fp8. Their scales follow from the large
 (`rowwise`) or of the whole tensor (`tensorwise`). Weights, gradients and optimizer states keep
 their types, so checkpoints and `final/` do not change.
 
-Some layers stay in bf16: the last layer and routers, because rounding them changes the loss most,
-the first decoder layer, experts, because they are no linear layers, and layers with sizes that fp8
-kernels do not support. torchtitan leaves out the last layer, accelerate also the first.
+Some layers stay in bf16. The LM head and routers stay, because rounding them changes the loss most.
+Experts stay, because they are no linear layers. The first decoder layer stays, and layers with
+sizes that fp8 kernels do not support. torchtitan keeps the LM head in bf16, and accelerate keeps
+the first and the last linear layer.
 """
 
 import dataclasses
@@ -64,10 +65,10 @@ _DROPOUT_ARGUMENTS = ("dropout_p", "p_dropout")
 
 
 def keep_products(model: PreTrainedModel) -> None:
-    """Make Trainer's `model.activation_checkpointing_enable` turn on the selective mode.
+    """Make `model.activation_checkpointing_enable`, which Trainer calls, use the selective mode.
 
-    Call this before PEFT wraps the model. Experts with a bias (gpt-oss) add it in place to the
-    outputs of their matrix products, so these outputs are recomputed.
+    Call this before PEFT wraps the model. Experts with a bias (gpt-oss) add the bias in place to
+    the outputs of their matrix products. These outputs are recomputed.
     """
     enable = type(model).activation_checkpointing_enable
     biased = any(getattr(module, "has_bias", False) is True for module in model.modules())
@@ -86,8 +87,8 @@ def kept(
 ) -> CheckpointPolicy:
     """Return whether selective activation checkpointing keeps an operator's output.
 
-    products: names of the matrix products to keep. Operators with dropout are always recomputed:
-    recomputation starts from the layer's random state, so it must draw the same random numbers as
+    products: names of the matrix products to keep. Operators with dropout are always recomputed.
+    Recomputation begins with the layer's random state, and has to draw as many random numbers as
     the first computation.
     """
     schema = operator._schema
@@ -114,9 +115,9 @@ def compile_cache() -> Path:
 
 
 def check_compilation(strategy: str, compiles_here: bool = True) -> None:
-    """Raise ConfigurationError if layers cannot be compiled: ZeRO-3, or no C++ compiler here.
+    """Raise ConfigurationError if layers cannot be compiled.
 
-    compiles_here: whether this host needs the C++ compiler
+    ZeRO-3 excludes it. With `compiles_here`, this host needs a C++ compiler.
     """
     if strategy == "zero3":
         raise ConfigurationError(
@@ -132,7 +133,7 @@ def check_compilation(strategy: str, compiles_here: bool = True) -> None:
 
 
 def marked_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that transformers marks for checkpointing."""
+    """Return the layers for which transformers supports activation checkpointing, in order."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
@@ -140,7 +141,7 @@ def compile_layers(model: nn.Module) -> None:
     """Let torch compile each layer when it first runs.
 
     Each new micro-batch size or sequence length causes another compilation. torch raises an error
-    after too many compilations. Raises ConfigurationError if the model has no marked layers.
+    after too many compilations. Raises ConfigurationError if `marked_layers` finds no layers.
     """
     layers = marked_layers(model)
     if not layers:
@@ -157,7 +158,7 @@ def compile_layers(model: nn.Module) -> None:
 def choose_compilation(
     settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool
 ) -> tuple[bool, str]:
-    """Return whether to compile layers, and the reason for the log ("" for no log line).
+    """Return whether to compile layers, and the reason to log. "" means that nothing is logged.
 
     A resumed run keeps the choice that it recorded, because compiled layers round differently.
     `elsewhere`: the run trains on another machine. All ranks must call this. Raises
@@ -182,8 +183,8 @@ def pads_to_longest(
 ) -> bool:
     """Return whether a micro-batch is padded to its longest document, not to sequence_length.
 
-    A resumed run keeps padding to sequence_length if it recorded this choice, because other padding
-    changes the last bits of results. The choice is added to `report`.
+    A resumed run that padded to sequence_length continues to do so, because other padding changes
+    the last bits of results. A line on the choice is added to `report`.
     """
     if settings.data.packing != "none":
         return False
@@ -205,7 +206,7 @@ def pads_to_longest(
 
 
 def _hindrance(config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool) -> str | None:
-    """Return why layers are not compiled by default, as text, or None if they are.
+    """Return the reason not to compile layers by default, as text; None if there is no reason.
 
     elsewhere: another machine trains and compiles
     """
@@ -227,10 +228,10 @@ def _hindrance(config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool) -
 
 @dataclass(frozen=True)
 class Float8Plan:
-    """The plan of the layers that multiply in fp8.
+    """The layers that multiply in fp8, and how they do it.
 
-    recipe: torchao's name of the scaling. layers: full names. emulated: round to fp8 but multiply
-    in another type, for devices without fp8 products.
+    recipe: torchao's name of the scaling. layers: full names. emulated: factors are rounded to fp8
+    but multiplied in another type, because the device has no fp8 products.
     """
 
     recipe: str
@@ -238,7 +239,7 @@ class Float8Plan:
     emulated: bool
 
     def convert(self, model: nn.Module) -> None:
-        """Replace these layers by fp8 layers with equal weights; call before PEFT wraps `model`."""
+        """Replace these layers by fp8 layers with equal weights. Call before PEFT wraps `model`."""
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = Float8LinearConfig.from_recipe_name(self.recipe)
@@ -300,7 +301,7 @@ def plan_float8(
 
 
 def _emulates(settings: RunSettings, launch: LaunchFacts, elsewhere: bool) -> bool:
-    """Return whether a CPU must emulate fp8. Raises ConfigurationError for a GPU without fp8."""
+    """Return whether this CPU trains and emulates fp8. ConfigurationError for GPUs without fp8."""
     found = ""
     if settings.run.assume:
         gpus = assumed_gpus(settings.run.assume)
@@ -317,7 +318,7 @@ def _emulates(settings: RunSettings, launch: LaunchFacts, elsewhere: bool) -> bo
 
 
 def float8_layers(config: PreTrainedConfig) -> tuple[tuple[str, ...], list[str]]:
-    """Return the full names of the layers for fp8, and texts that list the layers left in bf16."""
+    """Return the full names of the layers for fp8, and texts on the layers that stay in bf16."""
     built = without_weights(config)
     linear, experts = linear_and_experts(built)
     routing = {id(module) for router in routers(built) for module in router.modules()}

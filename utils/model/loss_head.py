@@ -1,4 +1,4 @@
-"""The loss of a model: last-layer cross-entropy, load balancing of experts, or a user's function.
+"""The loss of a model: cross-entropy of the LM head, load balancing of experts, or a user's loss.
 
 The load-balancing loss of E experts is E * sum over experts e of f_e * p_e. f_e is the number of
 assignments to e per token, and p_e the mean router probability of e, over the tokens of all layers
@@ -7,10 +7,10 @@ over tokens, so its average over micro-batches would depend on their sizes. Ther
 counted over the whole global batch, without a gradient. With f_e fixed, the loss is a sum over
 tokens, and any division into micro-batches gives the same loss.
 
-The function of `--loss` gets logits (N, vocabulary) in float32, the targets (N,), and the position
-of each target in its document (N,), over all packed documents of a micro-batch. The function
-returns the sum over the N tokens. The run divides this sum by the loss tokens of the global batch.
-Evaluations always use cross-entropy.
+The function of `--loss` gets the N loss tokens of a micro-batch: logits (N, vocabulary) in float32,
+target ids (N,), and the position of each target in its document (N,). It returns the sum of their
+losses. The run divides this sum by the number of loss tokens of the global batch. Evaluations
+always use cross-entropy.
 """
 
 import functools
@@ -64,7 +64,7 @@ RELEVANT = 1e-3  # relative errors are divided by at least this share of the lar
 
 @dataclass(frozen=True)
 class RouterTerm:
-    """The load-balancing loss: its factor in the total loss, and the experts chosen per token."""
+    """The load-balancing loss: its factor in the total loss, and the experts used per token."""
 
     coefficient: float
     experts_per_token: int
@@ -72,7 +72,7 @@ class RouterTerm:
 
 @dataclass
 class LossOutput(ModelOutput):
-    """The loss of a micro-batch, and sums over its tokens for the load-balancing loss."""
+    """The loss of a micro-batch, and sums over its tokens from which other losses follow."""
 
     loss: torch.Tensor | None = None
     # by_source: the result of `_sums_by_source`, only by the fused head. hits: whether the label of
@@ -86,7 +86,7 @@ class LossOutput(ModelOutput):
 
 @dataclass(frozen=True)
 class LossHeadChoice:
-    """The way to compute the loss: "fused" makes some tokens' logits at a time, "logits" all."""
+    """The way to compute the loss. "fused" makes some tokens' logits at a time, "logits" all."""
 
     name: str
     reason: str  # for the log
@@ -95,12 +95,11 @@ class LossHeadChoice:
     def install(self, model: PreTrainedModel, compiled: bool = False) -> None:
         """Let model.forward compute the loss this way; call this before PEFT wraps the model.
 
-        compiled: compile the softmax on a GPU. The new forward has more arguments. loss_positions:
-        the result of `find_loss_positions`; computed by default, but then the host waits for the
-        GPU. shift_labels (B, T): the result of `next_labels`; computed by default.
-        sequence_tokens: argument of `count_routed`; the output then has the sums of `count_routed`.
-        count_only: compute only these sums. sources, bool (sources, B): the data source of each
-        sequence.
+        compiled: compile the softmax on a GPU. model.forward gets these further arguments:
+        loss_positions: the result of `find_loss_positions`; without it the host waits for the GPU.
+        shift_labels (B, T): the result of `next_labels`. sequence_tokens: see `count_routed`, whose
+        sums the output then has. count_only: compute only these sums. sources, bool (sources, B):
+        the data source of each sequence.
         """
         fused, router, original = self.name == "fused", self.router, model.forward
         has_term = hasattr(model.config.get_text_config(), SWITCH)
@@ -153,7 +152,7 @@ class LossHeadChoice:
 
 
 def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
-    """Let the last layer's forward compute the loss: FSDP2 and ZeRO-3 gather its weight there."""
+    """Let the LM head's forward compute the loss, because FSDP2 and ZeRO-3 gather weights there."""
     terms, head = _logit_terms(model.config.get_text_config()), model.get_output_embeddings()
 
     def head_forward(
@@ -173,7 +172,7 @@ def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
 def _sums_by_source(
     losses: torch.Tensor, positions: torch.Tensor, sources: torch.Tensor | None, length: int
 ) -> torch.Tensor | None:
-    """Return each source's loss sum and loss count, float64 (2, sources); None without sources."""
+    """Return loss sums and loss tokens by source, float64 (2, sources); None without `sources`."""
     if sources is None:
         return None
     own = sources.index_select(1, positions // length)
@@ -184,7 +183,7 @@ def _sums_by_source(
 def find_loss_positions(following: torch.Tensor) -> torch.Tensor:
     """Return the flattened (B * T) indices of tokens that predict a token with a loss, int64 (N,).
 
-    `following` is the result of `next_labels`. Only if `following` is on a GPU, the host waits.
+    `following` is the result of `next_labels`. If it is on a GPU, the host waits for the GPU.
     """
     return following.flatten().ne(IGNORED).nonzero().squeeze(-1)
 
@@ -208,13 +207,13 @@ def choose_loss_head(
     router: RouterTerm | None = None,
     device: torch.device | None = CPU,
 ) -> LossHeadChoice:
-    """Choose how the loss is computed; `requested` is "auto", "fused" or "logits".
+    """Return the choice how the loss is computed. `requested` is "auto", "fused" or "logits".
 
-    "fused" is chosen only if a small random model has the same loss and gradients both ways, up to
-    rounding. The small model runs on `device`, the training device. A host without the training
-    device passes None, and the small model runs on the CPU if possible. adapted: LoRA trains the
-    last layer or rows of new tokens. Raises ConfigurationError if "fused" is requested and not
-    possible.
+    "auto" tests a small random model: if "fused" and "logits" give equal losses and gradients up to
+    rounding, it takes "fused". The small model runs on `device`, the training device. A host
+    without the training device passes None, and the small model runs on the CPU if possible.
+    adapted: LoRA trains the LM head or rows of new tokens. Raises ConfigurationError if "fused" is
+    requested and not possible.
     """
     problem, proved = None, ""
     if adapted and requested != "logits":
@@ -235,7 +234,7 @@ def choose_loss_head(
 
 
 def _problem(model_config: PretrainedConfig, device: torch.device) -> str | None:
-    """Return why the loss cannot be "fused", or None. Raises ProbeError if no small model runs."""
+    """Return why the loss cannot be "fused", or None. Raises ProbeError if the test cannot run."""
     config = probe_config(model_config, device)
     if hasattr(config.get_text_config(), SWITCH):
         setattr(config.get_text_config(), SWITCH, False)  # compare only the cross-entropy
@@ -287,9 +286,9 @@ def _loss_and_gradients(model: PreTrainedModel, tokens: torch.Tensor) -> dict[st
 def router_term(
     config: PretrainedConfig, *, fine_tuning: bool, given: float | None = None
 ) -> RouterTerm | None:
-    """Return the load-balancing term that training adds to the loss, or None.
+    """Return the load-balancing loss that training adds to the cross-entropy, or None.
 
-    Fine-tuning always adds the term, like TRL. Pretraining adds the term if the configuration sets
+    Fine-tuning always adds it, like TRL. Pretraining adds it if the model's configuration sets
     output_router_logits. `given` replaces the configuration's coefficient. Raises
     ConfigurationError if `given` is set for a model without a load-balancing loss.
     """
@@ -348,7 +347,7 @@ def count_routed(
 
 
 def check_own_loss(entry: str) -> None:
-    """Raise ConfigurationError unless the function of --loss sums over tokens, with a gradient."""
+    """Raise ConfigurationError unless the function of --loss returns a sum with a gradient."""
     function, generator = load_own(entry), torch.Generator().manual_seed(0)
     logits = torch.randn(7, 11, generator=generator).requires_grad_()
     targets, places = torch.arange(7), torch.arange(1, 8)
@@ -368,7 +367,7 @@ def check_own_loss(entry: str) -> None:
 
 
 def install_own_loss(model: PreTrainedModel, entry: str) -> None:
-    """Let model.forward compute the loss of --loss in training; call before PEFT wraps `model`."""
+    """Let model.forward compute the loss of --loss in training. Call before PEFT wraps `model`."""
     function, original = load_own(entry), model.forward
 
     @functools.wraps(original)

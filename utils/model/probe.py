@@ -1,4 +1,4 @@
-"""A small random model with the attention of the user's model, for checks before training."""
+"""A small random model with the user's architecture and attention, for checks before training."""
 
 import contextlib
 import copy
@@ -59,7 +59,7 @@ SAME_WIDTH = ("embedding_dim", "lru_width", "attention_hidden_size", "d_model")
 
 
 class ProbeError(ConfigurationError):
-    """Failure of a check: its small model does not run on this host, so nothing was checked."""
+    """Error: a check did not happen, because its small model does not run on this host."""
 
 
 def torch_operators() -> contextlib.AbstractContextManager[Any]:
@@ -80,9 +80,9 @@ def fork_random(device: torch.device) -> contextlib.AbstractContextManager[None]
 def probe_config(model_config: PretrainedConfig, device: torch.device = CPU) -> PretrainedConfig:
     """Return the configuration of a small model with the user's head dimension and windows.
 
-    The small model has the first layer of each type, or two layers if all are alike. It has at most
-    two key/value heads, or all heads if fewer heads do not run. It runs once on `device`, the
-    training device, as a test. Raises ProbeError if no small model runs.
+    The small model has the first layer of each type, or two layers if all have the same type. It
+    has one or two key/value heads, or all heads if the model does not run with fewer. It runs once
+    on `device`, the training device, as a test. Raises ProbeError if no small model runs.
     """
     misfit: Exception | None = None
     for cut_heads in (True, False):
@@ -106,7 +106,9 @@ def build_probe_model(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """Build the model of `probe_config` in eval mode, with the same random weights every time.
+    """Return a model in eval mode, with the same random weights every time.
+
+    config: the result of `probe_config`.
 
     Weights that text does not use are zeros without memory. The CPU's random state is restored.
     """
@@ -137,10 +139,10 @@ def build_probe_model(
 
 
 def observe_attention(config: PretrainedConfig, device: torch.device = CPU) -> AttentionNeeds | str:
-    """Return the features that a small model's layers need from an attention without masks.
+    """Return the features that a model's layers need in an attention that gets no mask.
 
-    The small model of `config` (made by `probe_config`) runs once in training mode. If the model
-    cannot use an attention without masks, returns the reason as text.
+    config: the result of `probe_config`. This small model runs once in training mode. If it cannot
+    use an attention that gets no mask, the reason is returned as text.
     """
     unused = f"{causal_lm_class(config).__name__} calls no attention of the AttentionInterface"
     whole = build_probe_model(config, "eager", device)
@@ -174,7 +176,7 @@ def _run(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
-    """Return a copy of the configuration with a small text model; cut_heads: also fewer heads."""
+    """Return the configuration with a small text model. cut_heads: reduce its heads as well."""
     whole = copy.deepcopy(model_config)
     config = whole.get_text_config(decoder=True)
     if config is not whole:
@@ -205,7 +207,10 @@ def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
 
 
 def _cut_settings(settings: dict[str, Any], experts: int | None) -> dict[str, Any]:
-    """Return one layer's settings (see `layer_settings`) made small, without numbers of heads."""
+    """Return a layer's settings (see `layer_settings`) for the small model.
+
+    Numbers of heads are left out. experts: the number of experts, or None to keep it.
+    """
     small = dict(settings)
     for name, value in settings.items():
         if name in ("num_attention_heads", "num_key_value_heads"):
@@ -218,7 +223,10 @@ def _cut_settings(settings: dict[str, Any], experts: int | None) -> dict[str, An
 
 
 def _cut_layers(config: PretrainedConfig) -> list[int]:
-    """Keep only the first layer of each type (two if all are alike); return their old indices."""
+    """Remove all layers but the first of each type; return the indices that the rest had.
+
+    If all layers have the same type, the first two stay.
+    """
     layers = config.num_hidden_layers
     types = first_set(config, LAYER_TYPES) or ["attention"] * layers
     first_of_type = {types.index(kind) for kind in types}
@@ -240,7 +248,7 @@ def _cut_layers(config: PretrainedConfig) -> list[int]:
 
 
 def _cut_heads(config: PretrainedConfig) -> None:
-    """Keep one or two key/value heads, with as many query heads as the width limits allow."""
+    """Reduce the model to one or two key/value heads. Fit query heads and hidden size to them."""
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
         return
@@ -255,7 +263,10 @@ def _cut_heads(config: PretrainedConfig) -> None:
 
 
 def _cut_states(config: PretrainedConfig) -> None:
-    """Fit recurrent layers to the hidden size. Without attention, reduce the hidden size first."""
+    """Fit the sizes of recurrent layers to the hidden size.
+
+    A model without attention first gets a smaller hidden size.
+    """
     attends = getattr(config, "num_attention_heads", None)
     if not attends:
         config.hidden_size = min(config.hidden_size, 2 * WIDTH)

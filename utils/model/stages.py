@@ -1,7 +1,7 @@
 """Weights that `--init_from` loads from an earlier run, and the record of their origin.
 
-`--init_from` names the directory of a run, a checkpoint or a model in safetensors. In a run's
-directory, final/ is used, or the newest complete checkpoint if there is no final/.
+`--init_from` names the directory of a run, a checkpoint or a model in safetensors. From a run's
+directory, final/ is loaded, or the newest complete checkpoint if there is no final/.
 """
 
 import logging
@@ -30,7 +30,7 @@ OPTIMIZER = "optimizer.pt"
 
 
 def find_stage(init_from: str) -> Path:
-    """Return the weights directory that `--init_from` names; ConfigurationError without weights."""
+    """Return the weights directory for `--init_from`. ConfigurationError if it has no weights."""
     directory = Path(init_from)
     if (directory / CONFIG).is_file():  # a run's directory
         final = directory / FINAL
@@ -43,10 +43,10 @@ def find_stage(init_from: str) -> Path:
 def stage_of(settings: RunSettings) -> Path | None:
     """Return the directory from which a run with `--init_from` reads configuration and tokenizer.
 
-    A run with checkpoints in --output_dir reads its newest intact checkpoint, so the earlier run
-    may be deleted. Before the first checkpoint, and under LoRA, the run reads the directory of
-    `--init_from`. Returns None without `--init_from`. All ranks must call this. Raises
-    ConfigurationError, StorageError.
+    This is the newest intact checkpoint in --output_dir, so the user may delete the earlier run.
+    Before the first checkpoint, and under LoRA, it is the weights directory of `--init_from`.
+    Returns None without `--init_from`. All ranks must call this. Raises ConfigurationError,
+    StorageError.
     """
     if settings.model.init_from is None:
         return None
@@ -62,10 +62,10 @@ def stage_of(settings: RunSettings) -> Path | None:
 
 
 def weights_directory(settings: RunSettings) -> Path:
-    """Return the directory, or the name on the Hub, of the weights that a run starts from.
+    """Return the directory, or the name on the Hub, of the weights that a new run loads.
 
-    A resumed run uses the directory that was recorded for this `--init_from`, because the earlier
-    run may have newer weights now. Raises ConfigurationError if there are no weights.
+    For a resumed run this is the directory that it recorded for this `--init_from`, because the
+    earlier run may have newer weights now. Raises ConfigurationError if there are no weights.
     """
     init_from = settings.model.init_from
     if init_from is None:
@@ -86,17 +86,18 @@ def weights_directory(settings: RunSettings) -> Path:
 
 
 def stage_tokenizer(settings: RunSettings) -> str | None:
-    """Return the directory of `stage_of`, as text, if it contains a tokenizer, else None."""
+    """Return the directory of `stage_of` as text, or None if it contains no tokenizer."""
     stage, files = stage_of(settings), ("tokenizer.json", "tokenizer_config.json")
     found = stage is not None and any((stage / name).is_file() for name in files)
     return str(stage) if found else None
 
 
 def origin_directory(settings: RunSettings, strategy: str, resume_from: str | None) -> Path | None:
-    """Return the weights directory of `--init_from`, or None if this directory is not loaded.
+    """Return the weights directory of `--init_from`, or None if this start does not load it.
 
-    A run that resumes (from `resume_from`) loads this directory only under LoRA. Raises
-    ConfigurationError if the directory has no weights, or if --init_optimizer is not possible.
+    resume_from: the checkpoint to resume from, or None. With a checkpoint, only LoRA loads the
+    directory. Raises ConfigurationError if the directory has no weights, or if --init_optimizer is
+    not possible.
     """
     model = settings.model
     if model.init_from is None:
@@ -123,10 +124,10 @@ def origin_directory(settings: RunSettings, strategy: str, resume_from: str | No
 def weights_origin(
     settings: RunSettings, strategy: str, resume_from: str | None
 ) -> dict[str, Any] | None:
-    """Return path, run, step and SHA-256 of the weights of `--init_from`, to record in the run.
+    """Return {path, run_id, step, sha256, ...} of the weights of `--init_from`, to record.
 
-    Returns None if these weights are not loaded (see `origin_directory`). Raises ConfigurationError
-    if the files differ from their manifest.
+    Returns None if this start does not load these weights (see `origin_directory`). Raises
+    ConfigurationError if the files differ from their manifest.
     """
     directory = origin_directory(settings, strategy, resume_from)
     if directory is None:

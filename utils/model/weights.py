@@ -1,4 +1,4 @@
-"""The weights of a run, loaded with a check of every tensor or drawn at random, and their digests.
+"""The weights of a run: loaded with a check of every tensor, or random; and their digests.
 
 QLoRA (arXiv 2305.14314) keeps linear layers in 4 bits under LoRA's adapters, by bitsandbytes.
 Checkpoints do not contain the quantized weights: each rank quantizes the published weights again
@@ -52,22 +52,23 @@ COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Quantized(NamedTuple):
-    """The names of layers in 4 bits, the number of their weights, and of the largest layer's."""
+    """The layers in 4 bits. weights, largest: number of weights of all and of the largest layer."""
 
     layers: list[str]
     weights: int
     largest: int
 
     def bytes_saved(self, model: ModelArguments, dtype: torch.dtype) -> int:
-        """Return how many bytes of memory 4 bits save compared with weights of type `dtype`."""
+        """Return the bytes that these layers would need more if their weights had type `dtype`."""
         scale_bytes = 1 + 4 / GROUP if model.use_bnb_nested_quant else 4
         return round(self.weights * (dtype.itemsize - 1 / 2 - scale_bytes / BLOCK))
 
 
 def base_weights(settings: RunSettings) -> dict[str, Any] | None:
-    """Return SHA-256 digests of a LoRA run's base weights, or their commit on the Hub, to record.
+    """Return {"sha256": digests} or, on the Hub, {"commit": hash} of a LoRA run's base weights.
 
-    Only rank 0 calls this. Returns None without LoRA. Raises ConfigurationError, OSError.
+    Returns None without LoRA, or if the directory has no known weight files. Only rank 0 calls
+    this. Raises ConfigurationError, OSError.
     """
     model = settings.model
     if not model.use_peft:
@@ -83,10 +84,10 @@ def base_weights(settings: RunSettings) -> dict[str, Any] | None:
 
 
 def load_strictly(path: str, *, exact: bool, **arguments: Any) -> PreTrainedModel:
-    """Load a model by from_pretrained and check that its tensors fit; all ranks must call this.
+    """Load a model by from_pretrained and check that its tensors fit. All ranks must call this.
 
-    Raises ConfigurationError on all ranks, where transformers would only warn. The error lists
-    every tensor that is missing or has another shape, and with `exact` every surplus tensor.
+    Raises ConfigurationError on all ranks for tensors that are missing or have another shape. With
+    `exact`, tensors that the model does not have are refused as well. transformers would only warn.
     """
     if deepspeed.is_deepspeed_zero3_enabled():
         # Under ZeRO-3 transformers only reports missing tensors, and only raises on rank 0.
@@ -98,7 +99,7 @@ def load_strictly(path: str, *, exact: bool, **arguments: Any) -> PreTrainedMode
 
 
 def check_without_loading(path: str, *, exact: bool, **arguments: Any) -> None:
-    """Raise the errors of `load_strictly`, reading only the headers of the weight files."""
+    """Raise the errors of `load_strictly`. Read the headers of the weight files, no weights."""
     # Hide ZeRO-3's settings from from_pretrained, or it would split the model over ranks.
     with mock.patch.object(deepspeed, "_hf_deepspeed_config_weak_ref", None):
         _, info = _load(path, {**arguments, "device_map": "meta"})
@@ -141,14 +142,20 @@ def _refuse_misfits(path: str, info: Mapping[str, Any], exact: bool) -> None:
 
 
 def weights_dtype(model: ModelArguments, config: PreTrainedConfig) -> torch.dtype:
-    """Return the weights' type in memory: --dtype (auto: the configuration's type) or float32."""
+    """Return the weights' type in memory: --dtype, or float32 if it is not given.
+
+    auto: the type in the model's configuration
+    """
     if model.dtype == "auto":
         return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     return getattr(torch, model.dtype) if model.dtype else torch.float32
 
 
 def model_contents(settings: RunSettings) -> dict[str, Any] | None:
-    """Return the model's config.json as a dict, or None if a commit or checkpoint identifies it."""
+    """Return the content of the model's configuration file, to compare at a resume.
+
+    Returns None for a model of the Hub, and if the configuration is in the run's own checkpoint.
+    """
     model = settings.model
     if model.model_config is not None:
         return read_config_file(Path(model.model_config), model.model_config_overrides)
@@ -165,10 +172,10 @@ def model_contents(settings: RunSettings) -> dict[str, Any] | None:
 def published_rows(
     settings: RunSettings, config: PreTrainedConfig, weights: str, new_tokens: Sequence[int]
 ) -> PreTrainedConfig:
-    """Return the configuration to pass to from_pretrained for `weights`, a path or a Hub name.
+    """Return the configuration with which from_pretrained can load `weights`, a path or Hub name.
 
-    If `add_rows` will add rows to the embedding, the result is a copy of `config` with the
-    published vocabulary size.
+    If `add_rows` will later add rows to the embedding, this is a copy of `config` with the
+    published vocabulary size. Otherwise it is `config`.
     """
     model = settings.model
     if not new_tokens and model.pad_embeddings_to_multiple_of is None:
@@ -187,7 +194,7 @@ def load_model(
     new_tokens: Sequence[int],
     weights_from: str | None,
 ) -> PreTrainedModel:
-    """Build the model with the chosen attention, with published or random weights.
+    """Return the model with the chosen attention, with published or random weights.
 
     `new_tokens` are ids that the model's own tokenizer lacks. They get embedding rows (`add_rows`),
     and the model's attribute `new_tokens` stores them for LoRA. `weights_from` is the directory of
@@ -237,7 +244,7 @@ def load_model(
 def quantized_layers(model: ModelArguments, config: PreTrainedConfig) -> Quantized | None:
     """Return the layers to load in 4 bits, or None without --load_in_4bit.
 
-    These are the text model's linear layers except the last. `model` must have full names in
+    These are the text model's linear layers except the LM head. `model` must have full names in
     lora_target_parameters, as in AdapterPlan.
     """
     if not model.load_in_4bit:
@@ -255,7 +262,11 @@ def quantized_layers(model: ModelArguments, config: PreTrainedConfig) -> Quantiz
 
 
 def check_quantization(settings: RunSettings, config: PreTrainedConfig, strategy: str) -> None:
-    """Raise ConfigurationError if published weights are quantized or `strategy` excludes 4 bits."""
+    """Raise ConfigurationError if bitsandbytes quantized the published weights.
+
+    With load_in_4bit, also raise it for weights that any method quantized, and for a strategy that
+    does not support 4 bits.
+    """
     model = settings.model
     method = dict(getattr(config, "quantization_config", None) or {}).get("quant_method")
     if method == "bitsandbytes" or (method and model.load_in_4bit):
@@ -274,10 +285,10 @@ def check_quantization(settings: RunSettings, config: PreTrainedConfig, strategy
 def quantized_loading(
     settings: RunSettings, config: PreTrainedConfig, dtype: torch.dtype, found: Quantized | None
 ) -> dict[str, Any]:
-    """Return the arguments of from_pretrained that load layers in 4 bits; empty without `found`.
+    """Return the arguments of from_pretrained that load layers in 4 bits; {} without `found`.
 
-    found: the layers to quantize. They compute in the mixed-precision type, or in `dtype` without
-    mixed precision.
+    found: the layers to quantize. Their products have the type of mixed precision, or `dtype`
+    without mixed precision.
     """
     if found is None:
         return {}
@@ -298,7 +309,7 @@ def quantized_loading(
 
 
 def packed_layers(model: nn.Module) -> dict[str, Any]:
-    """Return {name: layer} of bitsandbytes' 4-bit layers, which PEFT's layers may wrap."""
+    """Return {name: layer} of bitsandbytes' 4-bit layers, also of those inside PEFT's layers."""
     modules = model.named_modules()
     return {name: module for name, module in modules if "quant_state" in vars(module)}
 
@@ -306,7 +317,7 @@ def packed_layers(model: nn.Module) -> dict[str, Any]:
 def dequantized(layer: Any, packed: torch.Tensor) -> torch.Tensor:
     """Return a 4-bit layer's dequantized weight on the CPU, in the shape of the published weight.
 
-    packed: the layer's weight in 4 bits, gathered from all ranks
+    packed: the layer's whole weight in 4 bits, gathered from the ranks
     """
     from bitsandbytes.functional import dequantize_4bit
 
