@@ -79,10 +79,7 @@ class RunData:
 
 
 def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in the settings, or else that of the training data, or else the model's.
-
-    Raises ConfigurationError if no tokenizer is found, or if it does not fit the model.
-    """
+    """Load the settings' tokenizer, or else the data's, or else the model's. ConfigurationError."""
     directory = settings.data.tokenizer_name_or_path
     if not directory:
         source = next(iter(train_sources(settings.data.train_data)))
@@ -331,8 +328,7 @@ def _tokenizer_problems(
 def _open(settings: RunSettings, path: str, split: str, known: Collection[str]) -> TokenDataset:
     """Open a dataset. If the directory has several splits, open the split named `split`.
 
-    Rank 0 opens the dataset first and counts its tokens, so that other ranks need not count. known:
-    fingerprints of the datasets that a resumed run recorded.
+    Rank 0 opens it first and counts its tokens. known: fingerprints that a resumed run recorded.
     """
     opened, staged = list[TokenDataset](), settings.staged.get((path, split))
     on_rank_0(lambda: opened.append(open_token_dataset(path, split, known, staged)))
