@@ -79,7 +79,8 @@ def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
         _convert_strategy(given)
         for ours, entry in list(given.given.items()):
             if ours in given.run:
-                given.note(entry.source, f"other keys decide {ours}")
+                add = given.note if given.run[ours][0] == entry.value else given.change
+                add(entry.source, f"other keys decide {ours}")
             elif ours in given.declared and entry.source not in {*LEFT, *CHANGES}:
                 given.move(ours)
             else:

@@ -58,9 +58,11 @@ def _axolotl(given: Conversion, source: str, entries: Any) -> Entries:
             given.change(f"{source}.shards", f"{shards}: a share of 1/{shards}, of other rows")
         is_builder = path in ("json", "csv", "parquet", "text")
         for file in listed(entry.pop("data_files", None)):
-            if file and not is_builder:
-                given.note(file, "hf download it into sources/, or name where it is")
             where = file if is_builder and file else f"sources/{path}/{file}" if file else path
+            if file and not is_builder:
+                given.commands.append(
+                    f"hf download {path} {file} --repo-type dataset --local-dir sources/{path}"
+                )
             found.append({"path": where, **made})
         thinks |= bool(entry.get("split_thinking"))
         given.leave_all(source, entry)

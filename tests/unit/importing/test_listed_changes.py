@@ -252,3 +252,17 @@ def test_reinit_weights_trains_the_configuration_of_the_model(made, tmp_path, ca
     assert main([str(path), "--output_dir", str(tmp_path / "out")]) == 0
     command = "hf download Qwen/Qwen2.5-0.5B config.json --local-dir models/Qwen2.5-0.5B\n"
     assert f"Next:\n  {command}" in capsys.readouterr().out
+
+
+def test_files_of_a_dataset_of_the_hub_are_downloaded_first(made, tmp_path, capsys):
+    files = {"path": "org/chats", "data_files": ["a.jsonl", "b.jsonl"], "type": "chat_template"}
+    found = convert(path := made({**FULL, "datasets": [files]}))
+    assert found.data["sources"] == ["sources/org/chats/a.jsonl", "sources/org/chats/b.jsonl"]
+    assert main([str(path), "--output_dir", str(tmp_path / "out")]) == 0
+    command = "hf download org/chats a.jsonl --repo-type dataset --local-dir sources/org/chats\n"
+    assert f"Next:\n  {command}" in capsys.readouterr().out
+
+
+def test_a_second_key_of_a_setting_is_listed_if_it_differs(made):
+    found = convert(made({**FULL, **LORA, "peft": {"loftq_config": {"loftq_bits": 4}}}))
+    assert changes(found)["peft"] == "other keys decide use_peft"
