@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("model", metavar="MODEL", help="directory, or name on the Hub")
     add("--prompt", help="answer this text and exit")
     add("--system", help="system text of the conversation")
-    add("--max_new_tokens", type=int, help="default: the model's own, else 2,048")
+    add("--max_new_tokens", type=int, help="default: the model's own, else 2,048 (CPU: 512)")
     add("--temperature", type=float, help="default: the model's own; 0 is --greedy")
     add("--top_p", type=float, help="default: the model's own")
     add("--greedy", action="store_true", help="take the most likely token each time")

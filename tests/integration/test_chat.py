@@ -85,6 +85,9 @@ def test_what_answers_and_what_it_says(base_model, capsys, monkeypatch, tmp_path
     shown = ask(models / "text", *asked)
     assert shown.out.strip() == expected
     assert "[not finished after 12 tokens: --max_new_tokens 24 allows more]" in shown.err
+    monkeypatch.setattr("sys.stdin", io.StringIO("/quit\n"))
+    assert chat.main([str(models / "text")]) == 0
+    assert "at most 512 new tokens" in capsys.readouterr().err, "the default on a CPU"
     let_it_end_texts(models / "text")
     assert ask(models / "text", *asked).out.strip() == expected
     shown = ask(base, typed="t5\nt7 t8\n/reset\nt5\n/system t9\nt5\n/quit\nt5\n")

@@ -141,7 +141,10 @@ PRETRAINING = {
         "(at most 109), or add data",
     ),
     "batch": ({"global_batch_size": 5}, "does not divide over 1 rank"),
-    "positions": ({"sequence_length": 256}, "beyond the model's 128 positions"),
+    "positions": (
+        {"sequence_length": 256},
+        ("beyond the model's 128 positions", "--model_config.max_position_embeddings 256 "),
+    ),
     "vocabulary": (lambda place: place.model(vocab_size=100), "the vocabulary ends at 99"),
     "unknown architecture": (lambda place: place.model(model_type="none"), "none"),
     "no model type": (lambda place: place.text("hidden_size: 3"), "needs a model_type"),

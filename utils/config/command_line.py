@@ -240,7 +240,8 @@ def value_of_words(declaration: Declaration, words: Sequence[str]) -> Any:
     if not words and bool in declaration.types:
         return True
     if not words:
-        raise ValueError(f"expected {placeholder(declaration)}")
+        none = "; null for none" if declaration.default == [] else ""
+        raise ValueError(f"expected {placeholder(declaration)}{none}")
     if len(words) > 1 and list not in declaration.origins:
         raise ValueError(f"unexpected argument {words[1]!r} after its value")
     if len(words) > 1:

@@ -4,6 +4,7 @@ An Arrow list column is a flat array of values plus offsets, so a document is a 
 """
 
 import logging
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from utils.config.errors import ConfigurationError, did_you_mean
 from utils.host.atomic_files import paths_inside
 from utils.host.foreign import read_object
 
+_ROOT = Path(__file__).parents[2]
 TOKENS = "input_ids"
 PADDING = "attention_mask"
 LABELS = "labels"
@@ -94,10 +96,19 @@ def find_split(path: str | Path, default_split: str = "train") -> Path:
     elif not directory.exists():
         what = "no such file" if directory.suffix else "no such directory"
         what += did_you_mean(directory)
-    raise ConfigurationError(
-        f"{directory}: {what}. Make one with prepare_data.py --sources, or with `datasets`: "
-        "Dataset.save_to_disk."
-    )
+    advice = "Make one with prepare_data.py --sources, or with `datasets`: Dataset.save_to_disk."
+    if recipe := _recipe_that_makes(directory):
+        advice = f"This makes it: python prepare_data.py --config {recipe}"
+    raise ConfigurationError(f"{directory}: {what}. {advice}")
+
+
+def _recipe_that_makes(directory: Path) -> Path | None:
+    """Return the data recipe in recipes/data whose output_dir is `directory` or its parent."""
+    for path in sorted(_ROOT.glob("recipes/data/*.yaml")):
+        made = re.search(r"^output_dir: (\S+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        if made and Path(made[1]) in (directory, directory.parent):
+            return path.relative_to(_ROOT)
+    return None
 
 
 def data_files(directory: Path) -> list[Path]:

@@ -246,6 +246,8 @@ def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPla
             f"LoRA does not fit {config.model_type}: {first_line(error)} Set lora_target_modules "
             "to other layers."
         ) from error
+    # PEFT would repeat it for every further copy of this model.
+    warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
     trained, total = adapted.get_nb_trainable_parameters()
     report.append(
         f"LoRA: rank {model.lora_r} on {names}: {trained:,} of {total:,} parameters "

@@ -101,8 +101,10 @@ def load_model_config(
         if length and length > positions:
             raise ConfigurationError(
                 f"--sequence_length {length:,} is beyond the model's {positions:,} positions "
-                "(max_position_embeddings): shorten it, or raise the model's positions (with a "
-                "rope_scaling) in its configuration."
+                "(max_position_embeddings): shorten it, or give its config.json more positions: "
+                "--init_from FOLDER --model_config FOLDER/config.json "
+                f"--model_config.max_position_embeddings {length} "
+                "--model_config.rope_scaling '{...}' (docs/howto.md, A longer context)."
             )
         generation_settings(settings, config)  # raises if they cannot be read
         fit_embedding(settings, config, tokenizer)

@@ -257,8 +257,9 @@ def schedule_line(args: TrainingArguments, scheduler: Any, total_steps: int) -> 
             parts.append(f"{name} {scale.keywords[f'num_{name}_steps']:,}")
             options.pop(f"num_{name}_steps", None)
     of = f": {', '.join(parts)}" if parts else ""
+    optimizer = getattr(args.optim, "value", args.optim)  # an enum, or "muon"
     told = f" ({', '.join(f'{name} {value}' for name, value in options.items())})"
     return (
         f"schedule: {kind}{of} of {total_steps:,} steps{told if options else ''}; "
-        f"optimizer: {args.optim}, learning rate {args.learning_rate:.3g}{last}"
+        f"optimizer: {optimizer}, learning rate {args.learning_rate:.3g}{last}"
     )

@@ -55,7 +55,7 @@ def append(arguments: PreparationArguments) -> None:
     held_out = {each.parent.name for each in folder.glob(f"*/{DESCRIPTION_FILE}")} - {TRAIN}
     if held_out:
         logger.warning(
-            "documents that are also in %s come into train: leave them out of the new sources",
+            "the new sources are not compared with %s: a document in both would be trained on",
             ", ".join(sorted(held_out)),
         )
     given = replace(arguments, output_dir=str(addition), append=False, **_HELD_OUT)

@@ -38,7 +38,8 @@ from utils.prepare.tokenizer import end_of_turn_id
 
 COMMANDS = "/reset forgets the conversation, /system TEXT sets its system text, /quit leaves"
 ADAPTER = "adapter_config.json"
-MAX_NEW_TOKENS = 2048  # unless a flag or the model sets another limit
+# Unless a flag or the model sets another limit. On a CPU 2,048 tokens take minutes.
+MAX_NEW_TOKENS, MAX_NEW_TOKENS_ON_CPU = 2048, 512
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 Messages = list[dict[str, str]]
 
@@ -159,7 +160,8 @@ class ChatModel:
         settings.eos_token_id = list(dict.fromkeys(end for end in ends if end is not None))
         settings.pad_token_id = self.tokenizer.pad_token_id
         settings.use_cache, settings.max_length = True, None  # training turned the cache off
-        settings.max_new_tokens = given.max_new_tokens or settings.max_new_tokens or MAX_NEW_TOKENS
+        usual = MAX_NEW_TOKENS_ON_CPU if self.model.device.type == "cpu" else MAX_NEW_TOKENS
+        settings.max_new_tokens = given.max_new_tokens or settings.max_new_tokens or usual
         if given.greedy or given.temperature == 0:
             settings.do_sample = False
         elif given.temperature or given.top_p:

@@ -8,6 +8,7 @@ import pytest
 from utils.config.command_line import read_settings
 from utils.config.declarations import help_texts
 from utils.config.errors import ConfigurationError
+from utils.config.settings import parse_pretraining
 
 
 @dataclass
@@ -113,6 +114,11 @@ def test_every_fault_of_recipes_and_flags_comes_at_once(recipe):
     assert problems_of("--sources", "a", "--seed", "1", "--seed", "2", "--config") == [
         "--seed is given twice", "--config: expected at least one recipe file",
     ]  # fmt: skip
+
+
+def test_a_list_without_values_says_how_to_have_none():
+    with pytest.raises(ConfigurationError, match=r"--eval_data: expected VALUE .*; null for none"):
+        parse_pretraining(["--eval_data", "--train_data", "d", "--output_dir", "o"], "")
 
 
 def test_checks_see_all_values_and_their_faults_join_the_others(recipe):

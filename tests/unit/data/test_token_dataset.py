@@ -83,6 +83,13 @@ def test_a_folder_of_splits_gives_its_train_split_or_the_one_named(tmp_path):
         open_token_dataset(tmp_path / "d", default_split="validation")
 
 
+def test_a_missing_dataset_of_our_recipes_names_the_command_that_makes_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("data/fineweb-edu-gpt2/train", "data/fineweb-edu-gpt2"):
+        with pytest.raises(ConfigurationError, match=r"--config recipes/data/fineweb_edu\.yaml$"):
+            open_token_dataset(folder)
+
+
 def test_a_folder_that_holds_no_dataset_is_refused(tmp_path):
     for folder, message in (("none", "no such directory"), ("", "not a token dataset")):
         with pytest.raises(ConfigurationError, match=message):

@@ -1,6 +1,7 @@
 """The layers that LoRA adapts by default in every model family, and refusals of wrong names."""
 
 import re
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -238,3 +239,17 @@ def test_the_plan_names_what_is_frozen(given, said):
         ": model.embed_tokens, lm_head; model.embed_tokens.weight and lm_head.weight are one "
         "weight (tied), so both are frozen"
     )
+
+
+def test_pefts_warning_on_tied_weights_comes_once(recwarn):
+    config = AutoConfig.for_model(
+        "llama", hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=16, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = ModelArguments(use_peft=True, lora_modules_to_save=["lm_head"])
+    plan = plan_adapters(model, config)
+    for _ in range(2):
+        with warnings.catch_warnings():  # as the libraries do: Python then forgets what it showed
+            with_adapters(tiny_model(config), plan.model)
+    told = [each for each in recwarn if "tie_word_embeddings" in str(each.message)]
+    assert len(told) == 1

@@ -66,7 +66,10 @@ def test_old_files_stay_and_the_new_documents_follow_as_if_prepared_alone(
     again = open_token_dataset(out, known=["other", before.fingerprint])
     assert (len(again), again.description.statistics) == (len(old), before.statistics)
     assert "keeps its first" in caplog.text
-    assert "documents that are also in validation come into train" in caplog.text
+    assert (
+        "the new sources are not compared with validation: a document in both would be"
+        in caplog.text
+    )
     assert not (out / APPEND).exists()
     # One preparation of both sources has the same documents, in another order.
     both = prepare("both", sources=[str(tmp_path / "texts.jsonl"), *given.sources])
