@@ -1,4 +1,4 @@
-"""Training: a trainer built on transformers' Trainer, its optimizer, and the resume state.
+"""The trainers of pretrain.py and sft_train.py: batches, losses, optimizers and resume state.
 
 trainer               PackedTrainer: batches, losses, evaluation, saves; pretrain.py uses it
 fine_tune_trainer     FineTuneTrainer: PackedTrainer with TRL's SFTTrainer, for sft_train.py
@@ -9,5 +9,5 @@ smoothing             averaged weights (EMA), and noise on the embeddings (NEFTu
 optimizer             chooses the optimizer; Muon; loads the optimizer state of an earlier run
 low_precision_adam    AdamW with bf16 or 8-bit moments
 losses                loss by data source and held-out split; load-balancing loss of experts
-callbacks             Callbacks: one named field for each callback of a run
+callbacks             Callbacks: a dataclass with one field for each callback of a run
 """

@@ -1,4 +1,4 @@
-"""The callbacks of a run and other helper objects of the trainer, as fields of a dataclass."""
+"""Callbacks, a dataclass with the callbacks of a run and the trainer's other helper objects."""
 
 import json
 import math
@@ -34,22 +34,25 @@ class Stateful(Protocol):
     """An object of the trainer that stores values in each checkpoint and restores them later."""
 
     def state(self) -> dict[str, Any]:
-        """Return {unique name: JSON value} for a checkpoint to store; collective over ranks."""
+        """Return {unique key: JSON value} to store in a checkpoint; collective over ranks."""
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore this object's values. `saved` has all objects' values; {} in a new run."""
+        """Restore this object's values from `saved`: all objects' values, or {} in a new run."""
 
 
 class DataEpochs(TrainerCallback):
-    """A counter of the data's epochs, because Trainer runs all steps as one epoch.
+    """A counter of the epochs of the training data. Trainer counts all steps as one epoch.
 
-    At the end of a data epoch, the callback requests a log, an evaluation and a save, each only if
-    its strategy is "epoch".
+    At the end of a data epoch, the callback requests a log if logging_strategy is "epoch", an
+    evaluation if eval_strategy is "epoch", and a save if save_strategy is "epoch".
     """
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Update `state.epoch`. The last step needs no requests, because Trainer makes them."""
+        """Update `state.epoch`; request a log, an evaluation and a save if a data epoch ends.
+
+        At the last step of the run, Trainer itself makes these requests.
+        """
         sampler = kwargs["train_dataloader"].batch_sampler
         before = sampler.epoch_at(state.global_step - 1)
         state.epoch = sampler.epoch_at(state.global_step)
@@ -61,15 +64,19 @@ class DataEpochs(TrainerCallback):
 
 
 class OwnCallbacks:
-    """The user's callbacks. Checkpoints store those derived from transformers' ExportableState."""
+    """The callbacks that the user names with --callbacks.
+
+    A checkpoint stores the attributes of callbacks that derive from transformers' ExportableState.
+    """
 
     def __init__(self, entries: Sequence[str]):
         self.made = {entry: callback_class(entry)() for entry in entries}
 
     def state(self) -> dict[str, Any]:
-        """Return the attributes that each callback exports. Checkpoints store rank 0's attributes.
+        """Return {key: {callback's entry: its attributes}}, or {} if no callback exports any.
 
-        Raises ConfigurationError if a callback's state has values that are not JSON.
+        A checkpoint stores the attributes of rank 0's callbacks. Raises ConfigurationError if a
+        callback's state has values that are not JSON.
         """
         exporting = {
             entry: each for entry, each in self.made.items() if isinstance(each, ExportableState)
@@ -82,14 +89,17 @@ class OwnCallbacks:
         return {OWN: exported} if exported else {}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Set the callbacks' attributes to the values in the checkpoint."""
+        """Set the callbacks' attributes to their values in a checkpoint (`saved`)."""
         for entry, attributes in saved.get(OWN, {}).items():
             if entry in self.made:
                 vars(self.made[entry]).update(attributes or {})
 
 
 def _check_json(name: str, value: Any) -> None:
-    """Raise ConfigurationError, naming the key, if a value is not JSON; `name` describes it."""
+    """Raise ConfigurationError if a value cannot be stored as JSON. The error names the key.
+
+    `name`: the value's name in the error
+    """
     try:
         json.dumps(value, sort_keys=True)
     except (TypeError, ValueError) as error:
@@ -143,7 +153,7 @@ class Callbacks:
         return [callback for callback in order if callback is not None]
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics that callbacks add to a training log; collective over ranks."""
+        """Return {name: value} of the metrics to add to a training log; collective over ranks."""
         figures = self.throughput.metrics() | self.mixture.metrics() | self.memory.metrics()
         if self.balance is not None:
             figures |= self.balance.metrics()

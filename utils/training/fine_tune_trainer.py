@@ -1,4 +1,4 @@
-"""The trainer of sft_train.py, in a module of its own, so that pretrain.py does not import TRL."""
+"""The trainer of sft_train.py. This module imports TRL, so pretrain.py does not import it."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from utils.training.trainer import PackedTrainer
 
 
 class FineTuneTrainer(PackedTrainer, SFTTrainer):
-    """Supervised fine-tuning on packed sequences. SFTTrainer sets up the model and the adapters."""
+    """A PackedTrainer for supervised fine-tuning. TRL's SFTTrainer prepares model and adapters."""
 
     def __init__(
         self,
@@ -50,7 +50,11 @@ class FineTuneTrainer(PackedTrainer, SFTTrainer):
 
 
 def _new_vectors(adapters: Any, model: Any, new: list[int]) -> dict[str, list[int]]:
-    """Return {embedding or head: ids of new tokens}, without layers in LoRA's modules_to_save."""
+    """Return {module name of embedding or head: ids of new tokens}, the rows that PEFT trains.
+
+    Modules in LoRA's modules_to_save are left out, because PEFT trains all of their rows. A head
+    that is tied to the embedding is left out.
+    """
     layers = [model.get_input_embeddings()]
     if model.get_output_embeddings().weight is not layers[0].weight:  # it is not tied
         layers.append(model.get_output_embeddings())

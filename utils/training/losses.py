@@ -1,7 +1,8 @@
 """Training loss by data source, load-balancing loss of experts, and loss on held-out splits.
 
-Sums stay on the device, and only a log or a save waits for them. Checkpoints store the sums of the
-steps that are not logged yet, so a resumed run logs the same losses as an uninterrupted run.
+Losses are summed on the device. The host reads the sums only for a log or a save, so that training
+steps do not wait. Checkpoints store the sums of the steps since the last log, so that a resumed run
+logs the same losses as an uninterrupted run.
 """
 
 import logging
@@ -24,15 +25,19 @@ logger = logging.getLogger(__name__)
 
 
 def rank_share(sums: list[float], args: TrainingArguments) -> float:
-    """Return this rank's entry of `sums`, or the mean if the number of ranks has changed."""
+    """Return this rank's loss sum from a checkpoint's `sums`, which has one sum for each rank.
+
+    If the number of ranks has changed since the save, return the mean of the sums.
+    """
     same = len(sums) == args.world_size
     return sums[args.process_index] if same else sum(sums) / len(sums)
 
 
 class SourceLosses:
-    """The mean loss per token of each source of a mixture since the last log: `loss/NAME`.
+    """A counter of losses by source of a data mixture, which returns the metrics `loss/NAME`.
 
-    The means do not depend on the number of ranks or the micro-batch size, up to rounding.
+    `loss/NAME` is the mean loss per token of the source NAME since the last training log. Apart
+    from rounding, the mean does not depend on the number of ranks or the micro-batch size.
     """
 
     def __init__(self, names: Sequence[str], args: TrainingArguments):
@@ -41,16 +46,16 @@ class SourceLosses:
         self.totals = torch.zeros(shape, dtype=torch.float64, device=args.device)
 
     def add(self, outputs: Any) -> None:
-        """Add the losses of a micro-batch, from its LossOutput."""
+        """Add a micro-batch's loss sums and loss tokens by source. `outputs`: its LossOutput."""
         self.totals += outputs.by_source
 
     def state(self) -> dict[str, Any]:
-        """Return {key: each rank's sums by source} for a checkpoint; collective over ranks."""
+        """Return {key: [{source: [loss sum, loss tokens]} of each rank]}; collective."""
         own = dict(zip(self.names, self.totals.T.tolist(), strict=True))
         return {UNLOGGED_BY_SOURCE: gathered(own)}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore this rank's sums. If the number of ranks has changed, rank 0 gets all sums."""
+        """Restore this rank's sums. If the number of ranks has changed, rank 0 gets every sum."""
         by_rank = saved.get(UNLOGGED_BY_SOURCE, [])
         same = len(by_rank) == self.args.world_size
         for rank, sums in enumerate(by_rank):
@@ -60,7 +65,10 @@ class SourceLosses:
                 self.totals += torch.tensor(own, dtype=torch.float64).T.to(self.totals.device)
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean loss since the last log by source, for sources that had a loss token."""
+        """Return {"loss/NAME": mean loss since the last log}; collective over ranks.
+
+        Sources without a loss token since the last log are left out.
+        """
         sums = reduce(self.totals, reduction="sum").tolist()
         self.totals.zero_()
         each = zip(self.names, *sums, strict=True)
@@ -68,11 +76,11 @@ class SourceLosses:
 
 
 class ExpertBalance:
-    """The load-balancing loss of experts over each global batch; logs its mean as `aux_loss`.
+    """The load-balancing loss of experts in each global batch, and its metric `aux_loss`.
 
-    The loss depends on how many tokens of the whole global batch each expert gets. If a step has
-    several micro-batches, a forward pass without gradients first counts the tokens of each expert.
-    As in TRL, the logged value is not multiplied by the coefficient.
+    The loss depends on how many tokens of the global batch each expert gets. If a step has several
+    micro-batches, a forward pass without gradients first counts these tokens. The metric is the
+    mean loss since the last log. As in TRL, the metric is not multiplied by the loss's coefficient.
     """
 
     def __init__(self, term: RouterTerm, args: TrainingArguments, context_parallel: int = 1):
@@ -83,20 +91,25 @@ class ExpertBalance:
         self.steps = 0
 
     def state(self) -> dict[str, Any]:
-        """Return {key: [each rank's loss sum since the last log, number of steps]}; collective."""
+        """Return {key: [loss sums, steps]} for a checkpoint, or {} if all steps are logged.
+
+        The loss sums are a list with the sum of each rank, over the steps since the last log.
+        Collective over ranks.
+        """
         return {UNLOGGED_BALANCE: [gathered(float(self.total)), self.steps]} if self.steps else {}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore this rank's loss sum over the steps between the last log and the checkpoint."""
+        """Restore this rank's loss sum and the number of steps since the log before the save."""
         sums, self.steps = saved.get(UNLOGGED_BALANCE, ([0.0], 0))
         self.total = rank_share(sums, self.args)
 
     def begin_step(
         self, batches: Sequence[Batch], count_assignments: Callable[[Batch], torch.Tensor]
     ) -> None:
-        """Count the global batch's tokens, and with several micro-batches each expert's tokens.
+        """Count the tokens of a step's global batch; collective over ranks.
 
-        count_assignments: returns a micro-batch's number of tokens for each expert. Collective.
+        If the step has several micro-batches, also count the tokens that each expert gets.
+        count_assignments: returns these counts for one micro-batch, (experts,)
         """
         self.steps += 1
         tokens = float(sum(batch["sequence_tokens"].sum() for batch in batches))
@@ -108,9 +121,10 @@ class ExpertBalance:
             self.counted = reduce(own, reduction="sum")
 
     def weighted(self, outputs: Any) -> torch.Tensor:
-        """Return a micro-batch's load-balancing loss, to add to its loss; collective over ranks.
+        """Return the load-balancing loss to add to a micro-batch's loss; collective over ranks.
 
-        The result is multiplied by the number of ranks, because DDP averages over ranks.
+        The result is multiplied by the loss's coefficient, and by the number of ranks, because DDP
+        averages gradients over ranks.
         """
         assert self.tokens is not None, "begin_step comes first"
         assignments = self.counted
@@ -122,7 +136,7 @@ class ExpertBalance:
         return self.term.coefficient * part
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean load-balancing loss since the last log; collective over ranks."""
+        """Return {"aux_loss": mean since the last log}, or {} without a step; collective."""
         if not self.steps:
             return {}
         sums, steps = gathered(float(self.total)), self.steps
@@ -131,9 +145,9 @@ class ExpertBalance:
 
 
 def mean_loss(state: TrainerState, unlogged: torch.Tensor) -> float:
-    """Return the mean loss over all steps of the run, also before a resume; collective over ranks.
+    """Return the mean loss of all steps of the run, including steps before a resume; collective.
 
-    `unlogged` is this rank's loss sum over the steps since the last log.
+    `unlogged`: this rank's loss sum over the steps since the last log
     """
     total, counted = 0.0, 0.0
     for entry in state.log_history:
@@ -153,7 +167,10 @@ class EvaluationTotals:
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)
 
     def add(self, outputs: Any, following: torch.Tensor) -> None:
-        """Add a micro-batch's loss sum, loss tokens and hits; `following`: from `next_labels`."""
+        """Add a micro-batch's loss sum, loss tokens and correct tokens.
+
+        outputs: the micro-batch's LossOutput. following: the label after each token, (B, T)
+        """
         hits = outputs.get("hits")
         if hits is None:  # compute from all logits; argmax never equals -100
             hits = outputs["logits"].argmax(-1) == following
@@ -161,7 +178,10 @@ class EvaluationTotals:
         self.totals += torch.stack([value.double() for value in own])
 
     def figures(self, prefix: str) -> dict[str, float]:
-        """Return loss, perplexity, accuracy and tokens of the split, by PREFIX_NAME; collective."""
+        """Return the split's PREFIX_loss, PREFIX_perplexity, PREFIX_accuracy and PREFIX_tokens.
+
+        Loss, perplexity and accuracy are NaN without loss tokens. Collective over ranks.
+        """
         loss_sum, tokens, hits = reduce(self.totals, reduction="sum").tolist()
         if not tokens:
             logger.warning("%s: not one loss token in the sequences evaluated: no loss", prefix)

@@ -1,16 +1,17 @@
-"""AdamW that computes in float32 and stores its moments, and the weights, in fewer bits.
+"""AdamW that computes each step in float32 and stores moments and weights in fewer bits.
 
-In 8 bits, an element is a small float times the scale of its block of elements. The largest element
-of a block is stored as 1 (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization",
-arXiv 2110.02861). A first moment has a sign, 4 bits of exponent and 3 of mantissa. A second moment
-has 5 bits of exponent and 3 of mantissa. A second moment is never rounded to 0, because Adam
-divides by its root (Li et al. 2023, "Memory Efficient Optimizers with 4-bit States", arXiv
-2309.01507, section 4.1).
+Moments in 8 bits are stored in blocks of elements. An element is an 8-bit float times the scale of
+its block, and the scale is the block's largest absolute value (Dettmers et al. 2022, "8-bit
+Optimizers via Block-wise Quantization", arXiv 2110.02861). A first moment has a sign, 4 bits of
+exponent and 3 of mantissa. A second moment has 5 bits of exponent and 3 of mantissa. A second
+moment is never rounded to 0, because Adam divides by its root (Li et al. 2023, "Memory Efficient
+Optimizers with 4-bit States", arXiv 2309.01507, section 4.1).
 
 Each tensor is viewed as (rows, unit). A row has `unit` elements: a block of 8-bit codes, or a
 single element. `update` does AdamW's step for some rows, by torch's fused kernel or a compiled
-formula. Rounding uses a table of random integers, called words. A period is the range of elements
-that the table covers once. Each period multiplies the table by another random number.
+formula. Random rounding uses one table of random integers (words) for all weights. Each weight is
+divided into periods, and a period has as many elements as the table. The noise of a period is the
+table multiplied by a random number of this period and step (multiplier).
 """
 
 import functools
@@ -53,16 +54,16 @@ Values = tuple[Tensor, Tensor, Tensor]  # both moments and the weight, float32
 
 
 class LowPrecisionAdamW(AdamW):
-    """AdamW that updates about 2**15 elements at a time on a CPU, and millions on a GPU.
+    """AdamW that stores its moments as float32, bfloat16 or int8 (`kept_as`).
 
-    `kept_as` is the type of stored moments: float32, bfloat16 or int8. Moments are rounded up or
-    down at random, because rounding to the nearest value would undo small changes: a second moment
-    decays by only a thousandth per step. bfloat16 weights are rounded at random with
-    `stochastic_rounding`, otherwise to the nearest value. The rounding depends only on `seed`, the
-    step and the element's index, not on the number of ranks. With `compiled`, torch compiles the
-    step. It rounds with the same random numbers, but may reorder sums and products.
+    Moments are rounded up or down at random, because rounding to the nearest value would undo small
+    changes: a second moment decays by only a thousandth per step. bfloat16 weights are rounded at
+    random if `stochastic_rounding` is true, otherwise to the nearest value. The rounding depends
+    only on `seed`, the step and the element's index, not on the number of ranks. If `compiled` is
+    true, torch compiles the step. The compiled step uses the same random numbers, but may reorder
+    sums and products. A CPU updates about 2**15 elements at a time, a GPU millions.
 
-    The optimizer loads the state of any AdamW, including torch's. Weights may be shards of rows
+    The optimizer loads the state of any AdamW, including torch's. Weights may be sharded by rows
     (FSDP2).
     """
 
@@ -135,11 +136,11 @@ class LowPrecisionAdamW(AdamW):
                 update(part, formula, its_words, table[:, span.period], rounding)
 
     def _cut_into_spans(self) -> None:
-        """Divide weights into spans of one or more periods; set `keys`, each period's noise key.
+        """Set `spans`, the ranges of each weight that one call updates, and the periods' `keys`.
 
-        Periods are ranges of the unsharded tensor and do not depend on how its rows are sharded.
-        The noise of an element is the word at its index in the period, times the period's
-        multiplier.
+        A span has one or more periods. A period's multipliers are computed from its key: the index
+        of the weight, and the index of the period's first element. Periods are ranges of the
+        unsharded tensor, so they do not depend on how its rows are sharded.
         """
         keys: list[tuple[int, int]] = []  # by period: index of the weight, first element
         for index, weight in enumerate(self._weights()):
@@ -170,7 +171,7 @@ class LowPrecisionAdamW(AdamW):
         self.steps = max((int(state["step"]) for state in self.state.values()), default=0)
 
     def _converted(self, weight: Tensor, saved: State) -> State:
-        """Return a saved state in this optimizer's types, rounded to the nearest values."""
+        """Return a weight's saved state in this optimizer's types, rounded to the nearest."""
         state = self._new_state(weight)
         saved = {name: value.to(weight.device) for name, value in saved.items()}
         types, saved_types = ({k: v.dtype for k, v in each.items()} for each in (state, saved))
@@ -188,11 +189,11 @@ class LowPrecisionAdamW(AdamW):
 def update(
     part: State, formula: Callable[..., Values], words: Tensor, factors: Tensor, rounding: bool
 ) -> None:
-    """Update the moments and the weight in `part` by one step of `formula`, and round the results.
+    """Do AdamW's step for some rows of a weight (`part`): call `formula`, round and store results.
 
     Tensors and `words` are (rows, unit), scales (rows,). `factors` multiply the random words: one
-    factor for each moment and one for the weight. The weight is rounded at random only with
-    `rounding`.
+    factor for each moment and one for the weight. The weight is rounded at random only if
+    `rounding` is true.
     """
     moments = (moment(part, name) for name in MOMENTS)
     values = formula(part["weight"].float(), part["gradient"].float(), *moments)
@@ -204,7 +205,10 @@ def update(
 def _update_periods(
     part: State, numbers: Tensor, start: Tensor, table: Tensor, words: Tensor, rounding: bool
 ) -> None:
-    """Update rows that may span several periods (see `update`); torch compiles this function."""
+    """Call `update` for rows from one or more periods; torch compiles this function.
+
+    start: the first row's period, and the row's index in this period. table: all multipliers
+    """
     at = start[1] + torch.arange(len(part["weight"]), device=start.device)
     factors = table[:, start[0] + at // len(words)].unsqueeze(-1)
     formula = partial(_plain_formula, numbers)
@@ -212,7 +216,10 @@ def _update_periods(
 
 
 def _fused_formula(group: Group, taken: Tensor, *values: Tensor) -> Values:
-    """Do torch's AdamW step in place; return moments and weight. `taken`: the step, from 1."""
+    """Do torch's AdamW step in place; return both moments and the weight.
+
+    taken: the number of this step; the first is 1. values: weight, gradient and both moments
+    """
     weight, gradient, first, second = values
     beta1, beta2 = group["betas"]
     adamw(
@@ -224,7 +231,7 @@ def _fused_formula(group: Group, taken: Tensor, *values: Tensor) -> Values:
 
 
 def _plain_formula(numbers: Tensor, *values: Tensor) -> Values:
-    """Return moments and weight after a step of AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
+    """Return moments and weight after AdamW's step (Loshchilov and Hutter 2019, algorithm 2)."""
     weight, gradient, first, second = values
     decay, beta1, new1, beta2, new2, eps, step_size, correction = numbers.unbind()
     weight = weight * decay
@@ -235,11 +242,12 @@ def _plain_formula(numbers: Tensor, *values: Tensor) -> Values:
 
 
 def step_numbers(group: Group, steps: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the eight `numbers` of `_plain_formula` for each weight of a group, (8,) float32.
+    """Return for each weight of a group the `numbers` of `_plain_formula`, (8,) float32.
 
     `steps` has each weight's number of steps, including this step. The bias corrections are
-    computed on the device, in float64 as in torch. Eight float32 numbers align each weight's view
-    to 16 bytes. torch would copy unaligned views at each call.
+    computed on the device, in float64 as in torch. The numbers of a weight are a view of one
+    tensor. There are eight, so that each view is aligned to 16 bytes. torch would copy unaligned
+    views at each call.
     """
     taken = torch.stack(list(steps)).double()
     (beta1, beta2), lr = group["betas"], group["lr"]
@@ -250,7 +258,7 @@ def step_numbers(group: Group, steps: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 class Span(NamedTuple):
-    """A range of a weight's rows, and where its first row is: the period, and the offset in it."""
+    """A range of a weight's rows that one call updates; the period and offset of its first row."""
 
     rows: slice
     period: int  # index of the first row's period, among the periods of all weights
@@ -262,9 +270,9 @@ class Span(NamedTuple):
 def compiled_update(
     words: Tensor, types: tuple[tuple[str, torch.dtype], ...], rounding: bool
 ) -> Callable[..., None]:
-    """Return the compiled step for weights with tensors of these names and types.
+    """Return `_update_periods`, compiled for tensors of these names and types.
 
-    The step is compiled on artificial tensors. From a real weight torch would assume accidental
+    The function is compiled on artificial tensors. From a real weight torch would assume accidental
     properties, such as equal sizes, and compile again for other weights.
     """
     compiled = torch.compile(_update_periods, dynamic=True)
@@ -282,7 +290,7 @@ def compiled_update(
 
 
 def _in_rows(tensors: State, unit: int) -> State:
-    """Return views of a weight's tensors: (rows, unit), scales (rows,); without the step count."""
+    """Return a weight's tensors, except the step count, as views (rows, unit), scales (rows,)."""
     return {
         name: local_part(tensor).view(-1, *(() if name.endswith(SCALE) else (unit,)))
         for name, tensor in tensors.items()
@@ -296,7 +304,7 @@ def local_part(tensor: Any) -> Tensor:
 
 
 def _first_element(weight: Tensor) -> int:
-    """Return the index, in the whole tensor, of this rank's first element."""
+    """Return the index of this rank's first element among all elements of the unsharded weight."""
     if not isinstance(weight, DTensor):
         return 0
     mesh, placements = weight.device_mesh, weight.placements
@@ -305,9 +313,10 @@ def _first_element(weight: Tensor) -> int:
 
 
 def block_size(shape: Sequence[int]) -> int | None:
-    """Return the number of elements in a block of 8-bit codes, or None for a tensor without codes.
+    """Return the number of elements in a block of 8-bit codes, or None if the moments get no codes.
 
-    A size in BLOCKS has to divide the last dimension, so that sharding by rows splits no block.
+    The size is the largest from 256 down to 64 that divides the weight's last dimension, so that
+    sharding by rows splits no block. Small tensors and tensors of one dimension get no codes.
     """
     if len(shape) < 2 or math.prod(shape) < FEWEST_ELEMENTS:
         return None
@@ -315,7 +324,7 @@ def block_size(shape: Sequence[int]) -> int | None:
 
 
 def moment(part: State, name: str) -> Tensor:
-    """Return a moment in float32, without a copy if it is stored in float32."""
+    """Return a moment in float32. The result is the stored tensor itself if that is float32."""
     kept, scales = part[name], part.get(name + SCALE)
     if scales is None:
         return kept.float()
@@ -328,7 +337,7 @@ def moment(part: State, name: str) -> Tensor:
 def round_into(
     values: Tensor, part: State, name: str, random: Callable[[int], Tensor] | None
 ) -> None:
-    """Round float32 values (rows, unit) into `part[name]`; overwrites `values`.
+    """Round float32 `values` (rows, unit) and store them in `part[name]`; overwrites `values`.
 
     A row is a block of 8-bit codes, or one element. `random(bits)` returns int32 noise below
     2**bits. Without `random`, values are rounded to the nearest. Values that bfloat16 represents
@@ -345,9 +354,10 @@ def round_into(
 
 
 def _encode(values: Tensor, codes: Tensor, scales: Tensor, added: Tensor | int) -> None:
-    """Write values (blocks, block) into `codes`, int8 with signs or uint8 without, and `scales`.
+    """Store float32 `values` (blocks, block) as `codes` and `scales`; overwrites `values`.
 
-    added: the noise, or half of a step between codes to round to the nearest code
+    codes: int8 with signs, or uint8 without. added: the integer that is added to the bits before
+    the low bits are dropped. Noise rounds at random, half of the dropped range to the nearest code.
     """
     torch.amax(values.abs(), dim=-1, out=scales)  # vector_norm takes ten times as long
     scales.clamp_(min=_TINY)
@@ -361,9 +371,9 @@ def _encode(values: Tensor, codes: Tensor, scales: Tensor, added: Tensor | int) 
 
 @functools.cache
 def random_words(device: torch.device, unit: int) -> Tensor:
-    """Return the table of random words: an odd int32 for each element of a period, (rows, unit).
+    """Return the table of random words (rows, unit): an odd int32 for each element of a period.
 
-    The numbers are the same on every device.
+    The numbers are the same on every device, up to the length of the device's period.
     """
     generator = torch.Generator().manual_seed(0)
     words = torch.empty(PERIODS.get(device.type, PERIOD_ELSEWHERE), dtype=torch.int32)
@@ -375,7 +385,7 @@ def random_words(device: torch.device, unit: int) -> Tensor:
 
 
 def multipliers(*keys: int | np.ndarray) -> np.ndarray:
-    """Return pseudo-random odd int32 numbers that depend on the keys. Array keys broadcast."""
+    """Return pseudo-random odd int32 numbers, hashes of the keys. Array keys broadcast."""
     state = np.zeros(1, dtype=np.uint64)
     for key in keys:
         state = mix(state + np.asarray(key, dtype=np.uint64))
@@ -383,7 +393,7 @@ def multipliers(*keys: int | np.ndarray) -> np.ndarray:
 
 
 def noise(words: Tensor, factors: Tensor, bits: int) -> Tensor:
-    """Return int32 noise below 2**bits: the high bits of each word times its factor.
+    """Return int32 noise below 2**bits: the high bits of the product of each word and its factor.
 
     This is multiplicative hashing. Words and factors are odd, so all products are equally likely.
     """

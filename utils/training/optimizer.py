@@ -1,4 +1,4 @@
-"""The optimizer of a run: Muon, and the optimizer state of an earlier run (--init_optimizer).
+"""Choice of the optimizer, Muon, and loading of an earlier run's state (--init_optimizer).
 
 Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) averages the gradients of a matrix and
 makes the average orthogonal: about the same direction, with all singular values near 1. The step is
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 def optimizer_of(
     training: TrainingArguments, plan: RunPlan, decaying: Callable[[Any], list[str]]
 ) -> tuple[Any, dict[str, Any]] | None:
-    """Return class and arguments of Muon or LowPrecisionAdamW, or None for Trainer's optimizer.
+    """Return (class, arguments) of Muon or LowPrecisionAdamW, or None for Trainer's optimizer.
 
     The result is Trainer's `optimizer_cls_and_kwargs`. `decaying` returns the names of the weights
     with weight decay. On a GPU LowPrecisionAdamW's step is compiled if the layers are compiled. On
@@ -70,10 +70,11 @@ def optimizer_of(
 
 
 class InheritedOptimizer(TrainerCallback):
-    """The moments and step counts of an earlier run's optimizer, loaded before the first step.
+    """A callback that loads the optimizer state of an earlier run before the first step.
 
-    The earlier run's schedule is not loaded. `directory` is a checkpoint. Its optimizer.pt must
-    have been checked to be safe to unpickle.
+    The state has moments and step counts. The earlier run's learning rate schedule is not loaded.
+    `directory` is a checkpoint of the earlier run. Its optimizer.pt must have been checked to be
+    safe to unpickle.
     """
 
     def __init__(self, directory: Path):
@@ -120,7 +121,8 @@ class MuonAdamW(AdamW):
     rows of a matrix, makes the matrix orthogonal and sends the rows back. Experts are sharded by
     expert, so each rank has complete matrices of its experts.
 
-    in_bf16: iterate in bfloat16, as torch.optim.Muon does; otherwise in the type of the weights
+    in_bf16: make matrices orthogonal in bfloat16, as torch.optim.Muon does; otherwise in the
+    weights' type
     """
 
     def __init__(self, groups: Any, *, in_bf16: bool, **kwargs: Any):
@@ -144,7 +146,7 @@ class MuonAdamW(AdamW):
         super().step()
 
     def _mean(self, group: dict[str, Any], weight: nn.Parameter) -> Tensor:
-        """Update the average of the gradients; return Nesterov's mean. Overwrites the gradient."""
+        """Update Muon's momentum; return the Nesterov update. Overwrites the gradient."""
         state, gradient = self.state[weight], local_part(weight.grad)
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
@@ -156,7 +158,7 @@ class MuonAdamW(AdamW):
 
 
 def orthogonal(matrices: Tensor, iterations: int) -> Tensor:
-    """Return matrices (..., out, in) with singular values near 1, by Newton-Schulz iterations."""
+    """Return matrices (..., out, in), made orthogonal by Newton-Schulz iterations."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     wide = matrices.mT if tall else matrices
@@ -172,8 +174,9 @@ def orthogonal_rows(
 ) -> list[Tensor]:
     """Make matrices orthogonal; return this rank's rows of each result. Collective over ranks.
 
-    `parts` are this rank's rows of the matrices, and `weights` a list that `_together` made: one
-    weight with all rows on this rank, or at most one sharded weight for each rank.
+    `parts` are this rank's rows of the matrices. `weights` are the matrices' parameters, a list
+    that `_together` made. The list has one weight with all rows on this rank, or several sharded
+    weights, at most as many as there are ranks.
     """
     group = _ranks_of(weights[0])
     if group is None:
@@ -194,7 +197,7 @@ def orthogonal_rows(
 
 
 def _together(weights: Sequence[nn.Parameter]) -> list[Sequence[nn.Parameter]]:
-    """Divide weights into lists for calls of `orthogonal_rows`, in the same way on every rank."""
+    """Return lists of weights, each for one call of `orthogonal_rows`, the same on every rank."""
     divided = [weight for weight in weights if _ranks_of(weight) is not None]
     at_once = distributed.get_world_size(_ranks_of(divided[0])) if divided else 1
     lists = [divided[first : first + at_once] for first in range(0, len(divided), at_once)]

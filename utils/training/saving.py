@@ -1,13 +1,14 @@
 """SavingTrainer, the base class of both trainers: saves checkpoints, loads them, picks the best.
 
-An evaluation may find a new best step. The checkpoint of that step becomes the best checkpoint when
-it is saved. A checkpoint that was saved only because the run was interrupted never becomes the
-best: an uninterrupted run would not have it, and both runs must end with the same model.
+An evaluation may find a new best step. If a checkpoint of this step is saved, this checkpoint
+becomes the best checkpoint. A checkpoint that was saved only because the run was interrupted never
+becomes the best checkpoint: an uninterrupted run would not have this checkpoint, and both runs must
+end with the same model.
 
 On the same number of ranks, each rank restores its RNG states exactly. Another number of ranks
 divides the batch into other micro-batches, so dropout masks cannot be the same. All ranks then get
-new states from (seed, step, rank). Resuming twice from one checkpoint thus gives the same bits, and
-no two ranks draw the same numbers.
+new RNG states, computed from (seed, step, rank). Resuming twice from one checkpoint thus gives the
+same weights bit for bit, and no two ranks draw the same numbers.
 """
 
 import logging
@@ -49,7 +50,10 @@ EXTRA_SAVES = "extra_saves"  # key of our values in a checkpoint's trainer_state
 
 
 class RestoreAtBegin(TrainerCallback):
-    """The first callback: calls `restore(train loader)` once Trainer has reset its loss sums."""
+    """The trainer's first callback: calls `restore(train loader)` when training begins.
+
+    Trainer resets its loss sums before this event, so `restore` can set them.
+    """
 
     def __init__(self, restore: Callable[[TrainLoader], None]):
         self.restore = restore
@@ -60,10 +64,10 @@ class RestoreAtBegin(TrainerCallback):
 
 
 class SavingTrainer(Trainer):
-    """A Trainer that commits each checkpoint by a manifest file and resumes with the same bits.
+    """A Trainer that completes each checkpoint with a manifest file and resumes bit for bit.
 
-    extra_saves  steps whose save was not scheduled (a stop, a SAVE file, save_minutes). The
-                 checkpoints of these steps cannot become the best one.
+    extra_saves  steps whose save was not scheduled but requested by a stop, a SAVE file or
+                 save_minutes. The checkpoints of these steps cannot become the best checkpoint.
     """
 
     # PackedTrainer sets these before Trainer's constructor.
@@ -77,7 +81,7 @@ class SavingTrainer(Trainer):
     def _maybe_log_save_evaluate(
         self, tr_loss: torch.Tensor, grad_norm: Any, *others: Any, **named: Any
     ) -> None:
-        """Log, evaluate and save if due. If a stop interrupts an evaluation, drop it and save."""
+        """Log, evaluate and save if due. If a stop interrupts the evaluation, log and save only."""
         if self.state.global_step == self.callbacks.progress.first_step:
             self.callbacks.own.state()  # raises now, and not at the first checkpoint
         self.callbacks.guard.take_step(self.state.global_step - 1, grad_norm)
@@ -99,13 +103,14 @@ class SavingTrainer(Trainer):
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
-        """Evaluate. Request a checkpoint if the step is the best or if training ends early.
+        """Evaluate; return the metrics. Raises NotFiniteError if an earlier step diverged.
+
+        A save is requested if early stopping ends the run, and with save_best at a new best step.
 
         Trainer sets `skip_scheduler` for an evaluation before the first step. Early stopping and
-        the choice of the best step ignore the metrics of this evaluation, with one exception: a
-        stop prevented the evaluation of the step at which the run resumes. No checkpoint is
-        requested in this case, because the step has a checkpoint. Raises NotFiniteError if an
-        earlier step diverged.
+        the choice of the best step usually ignore the metrics of this evaluation. They use the
+        metrics if a stop prevented the evaluation of the step at which the run resumes. This step
+        has a checkpoint, so no save is requested.
         """
         self.callbacks.progress.begin(Phase.EVALUATE, self.state.global_step)
         self.callbacks.guard.settle()
@@ -134,7 +139,7 @@ class SavingTrainer(Trainer):
 
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save and commit a checkpoint, after a check that weights are finite; collective."""
+        """Check that weights are finite, then save and commit a checkpoint; collective."""
         state, checkpoints, step = self.state, self.checkpoints, self.state.global_step
         self.callbacks.progress.begin(Phase.SAVE, step)
         self.callbacks.guard.settle(model)
@@ -161,7 +166,7 @@ class SavingTrainer(Trainer):
         checkpoints.commit(step, tokens=sum(values["tokens"].values()))
 
     def _name_best_checkpoint(self) -> None:
-        """Set the best step's checkpoint in Trainer's state, if the checkpoint exists."""
+        """Set `state.best_model_checkpoint` to the best step's checkpoint, if this exists."""
         state, best = self.state, self.state.best_global_step
         if not best:
             return
@@ -171,7 +176,7 @@ class SavingTrainer(Trainer):
             state.best_model_checkpoint = str(directory)
 
     def log_best_checkpoint(self) -> None:
-        """Log the best checkpoint. Warn if it does not exist, so that final/ is of another step."""
+        """Log the best checkpoint's path and metric; warn if the best step has no checkpoint."""
         state, best = self.state, self.state.best_model_checkpoint
         if not state.best_global_step:
             return
@@ -186,7 +191,7 @@ class SavingTrainer(Trainer):
             )  # fmt: skip
 
     def _collect(self) -> dict[str, Any]:
-        """Return the values that we add to a checkpoint, as JSON; collective over ranks."""
+        """Return {key: JSON value} of Stoker's own values for a checkpoint; collective."""
         step = self.state.global_step
         loader: Any = self.callback_handler.train_dataloader
         loader.tokens_seen.count(step)
@@ -200,7 +205,7 @@ class SavingTrainer(Trainer):
         return values
 
     def _restore(self, loader: TrainLoader) -> None:
-        """Restore the values that `_collect` returned, and the name of the best checkpoint."""
+        """Restore the values that `_collect` returned, and the path of the best checkpoint."""
         state, step = self.state, self.state.global_step
         states: Any = state.stateful_callbacks
         saved = states.get(OWN_STATE, {})
@@ -228,8 +233,8 @@ class SavingTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save model and tokenizer, without Trainer's training_args.bin, which is a pickle.
 
-        Tensors keep their names in the model, because Trainer loads them by these names. By default
-        save_pretrained would write the Hub's names, with one tensor for each expert.
+        Each tensor is saved under its name in the model, because Trainer loads by these names. By
+        default save_pretrained would write the Hub's names, with one tensor for each expert.
         """
         directory, model = Path(output_dir or str(self.args.output_dir)), self.model
         bare: Any = self.accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -265,7 +270,11 @@ class SavingTrainer(Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
-        """Prepare model and optimizer, and load the checkpoint (see `loadable_checkpoint`)."""
+        """Prepare model and optimizer; load the checkpoint of a resumed run.
+
+        A ZeRO checkpoint of another number of ranks is converted first. After loading, the learning
+        rate is set by the current schedule. Returns what Trainer's method returns.
+        """
         if resume_from_checkpoint is not None:
             self.callbacks.progress.begin(Phase.LOAD, self.state.global_step)
         with loadable_checkpoint(self, resume_from_checkpoint) as loadable:
@@ -281,14 +290,17 @@ class SavingTrainer(Trainer):
 
     @override
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Load with the model's own configuration class; PreTrainedConfig refuses some models."""
+        """Load a checkpoint's weights. The model's own class reads config.json here.
+
+        Trainer's PreTrainedConfig refuses the config.json of some models.
+        """
         model: Any = self.model
         with mock.patch("transformers.trainer.PreTrainedConfig", type(model.config)):
             super()._load_from_checkpoint(*args, **kwargs)
 
     @override
     def _load_best_model(self) -> None:
-        """Load the best checkpoint unless the run was stopped. StorageError if it is damaged."""
+        """Load the best checkpoint, except after a stop. Raises StorageError if it is damaged."""
         if self.callbacks.stop.stopped or self.state.best_model_checkpoint is None:
             return
         best = Path(self.state.best_model_checkpoint)
@@ -303,7 +315,7 @@ class SavingTrainer(Trainer):
 
     @override
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Raise ConfigurationError if tensors are missing. Trainer would keep random values."""
+        """Raise ConfigurationError if the checkpoint lacks a tensor, which would stay random."""
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         missing = [name for name in load_result.missing_keys if name not in tied]
         if missing:
@@ -315,9 +327,10 @@ class SavingTrainer(Trainer):
 
 
 def follow_schedule(scheduler: Any) -> None:
-    """Set the learning rate of the next step by the current settings, not by the checkpoint's.
+    """Set the next step's learning rate to the rate of the current schedule.
 
-    The two rates differ only if a setting of the schedule has changed, such as max_steps.
+    Trainer restores the rate in the checkpoint. The two rates differ only if a setting of the
+    schedule has changed, such as max_steps.
     """
     if isinstance(scheduler, AcceleratedScheduler):  # under DeepSpeed
         scheduler = scheduler.scheduler
@@ -337,10 +350,10 @@ def follow_schedule(scheduler: Any) -> None:
 
 
 def save_random_states(directory: Path, args: TrainingArguments) -> None:
-    """Save this rank's RNG states as plain numbers and tensors, under Trainer's file name.
+    """Save this rank's RNG states as plain numbers and tensors, in Trainer's file rng_state*.pth.
 
-    Trainer would save the states of all devices by their numbers, and a resumed run on a node with
-    other devices would restore wrong states.
+    Trainer would save the states of all GPUs of the node by their indices. A resumed run on a node
+    with other GPUs would then restore wrong states.
     """
     kind, words, *rest = np.random.get_state()
     states = {
@@ -355,7 +368,7 @@ def save_random_states(directory: Path, args: TrainingArguments) -> None:
 
 
 def load_random_states(checkpoint: Path, args: TrainingArguments, step: int) -> None:
-    """Restore this rank's RNG states, or derive new states if the number of ranks has changed."""
+    """Restore this rank's RNG states, or set new states if the number of ranks has changed."""
     ranks = read_manifest(checkpoint).world_size
     if ranks != args.world_size:
         keys = [args.seed, step, args.process_index]

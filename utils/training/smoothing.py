@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class AveragedWeights(TrainerCallback):
-    """The exponential moving average (EMA) of the trained weights, in float32; saved in final/.
+    """The exponential moving average (EMA) of the trained weights, in float32, for final/.
 
     After step n the average moves by the fraction 1 - d towards the weights. d is the smaller of
     `decay` and (1 + n) / (10 + n), so the first weights are soon forgotten. Under FSDP2 each rank
@@ -31,11 +31,11 @@ class AveragedWeights(TrainerCallback):
         self.decay, self.resumed, self.steps = decay, resume_from, 0
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore the number of averaged steps from a checkpoint. `load` reads the average."""
+        """Restore the number of averaged steps from a checkpoint. `load` reads the weights."""
         self.steps = saved.get(AVERAGED, 0)
 
     def state(self) -> dict[str, Any]:
-        """Return the number of averaged steps for a checkpoint. `save` stores the average."""
+        """Return {key: number of averaged steps} for a checkpoint. `save` stores the weights."""
         return {AVERAGED: self.steps}
 
     @override
@@ -66,7 +66,10 @@ class AveragedWeights(TrainerCallback):
         checkpoint.save({FOLDER: self.average}, checkpoint_id=folder, no_dist=not is_initialized())
 
     def load(self, directory: Path) -> None:
-        """Read the average from a checkpoint if the checkpoint has one; collective over ranks."""
+        """Read the average from a checkpoint; collective over ranks.
+
+        If the checkpoint has no average, the current average stays.
+        """
         folder = directory / FOLDER
         if not folder.is_dir():
             logger.info("ema: %s holds no average; it begins with the weights there", directory)
@@ -104,9 +107,10 @@ class EmbeddingNoise:
     def take_boundaries(
         self, cu_seq_lens: Tensor, tokens: int, context: ContextGroup | None = None, rows: int = 1
     ) -> None:
-        """Compute document lengths from the document boundaries of the next micro-batch.
+        """Set the document length of each token in the next micro-batch, which has `tokens` tokens.
 
-        `context` (context parallelism): this rank computes a slice of each of `rows` sequences.
+        `cu_seq_lens`: the document boundaries. `context`: set with context parallelism, in which
+        this rank computes a slice of each of the micro-batch's sequences (`rows` of them).
         """
         lengths = cu_seq_lens.diff()
         self.lengths = lengths.repeat_interleave(lengths, output_size=tokens)

@@ -1,4 +1,4 @@
-"""The trainer of pretrain.py and sft_train.py: packed sequences and token-weighted losses."""
+"""PackedTrainer, a Trainer for packed sequences, with a loss weighted by tokens."""
 
 import gc
 import logging
@@ -41,9 +41,10 @@ logger = logging.getLogger(__name__)
 
 
 class PackedTrainer(SavingTrainer):
-    """A Trainer for packed sequences, with its own loaders and a loss weighted by tokens.
+    """A Trainer for packed sequences, with its own data loaders.
 
-    tests/integration/test_hooks.py checks each override.
+    The loss of a step is the mean over all loss tokens of the global batch.
+    tests/integration/test_hooks.py checks that Trainer calls each overridden method.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def get_train_dataloader(self) -> TrainLoader:  # type: ignore[override] # stands in for one
-        """Return the loader for all steps of the run. `_restore` sets the step where it begins."""
+        """Return the loader for all steps of the run. `_restore` sets the first step."""
         args = self.args
         return TrainLoader(
             self.train_sequences, self.sampler, num_workers=args.dataloader_num_workers,
@@ -110,7 +111,10 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return a loader of a held-out split; max_eval_sequences limits it to a fixed choice."""
+        """Return a loader of this rank's micro-batches of the held-out split named `eval_dataset`.
+
+        With max_eval_sequences, the loader has a fixed random choice of the split's sequences.
+        """
         sequences, args = self.eval_splits[eval_dataset], self.args
         context_parallel = self.settings.run.context_parallel
         batches = eval_batches(
@@ -124,7 +128,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def _prepare_inputs(self, inputs: Batch) -> dict[str, Any]:
-        """Move a micro-batch to the device and make the model's inputs there. No GPU sync."""
+        """Move a micro-batch to the device; return the model's inputs. No GPU sync."""
         # Only experts use sequence_tokens.
         needed = {**self.used, "sequence_tokens": self.callbacks.balance is not None}
         used = {name: value for name, value in inputs.items() if needed.get(name, True)}
@@ -146,7 +150,11 @@ class PackedTrainer(SavingTrainer):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Batch], torch.Tensor]:
-        """Return a step's micro-batches and the number of loss tokens on all ranks; no GPU sync."""
+        """Return a list of a step's micro-batches, and the step's loss tokens on all ranks.
+
+        If the global batch grows during the run, the list has one item: the list of the
+        micro-batches. No GPU sync.
+        """
         self.callbacks.progress.begin_step(self.state.global_step + 1)
         if self.sampler.grows:
             num_batches = self.sampler.accumulation_at(self.state.global_step)
@@ -162,12 +170,12 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the loss of a micro-batch, after its forward and backward pass.
+        """Do the forward and backward pass of a micro-batch (`inputs`); return its loss.
 
-        If the global batch grows, `inputs` has all micro-batches of a step, because Trainer only
-        supports a fixed number. FSDP2 reduces the gradients over shards in each micro-batch (see
-        tune_strategy). HSDP sums gradients over its replicas only in the last micro-batch of a
-        step.
+        If the global batch grows during the run, `inputs` is the list of a step's micro-batches,
+        because Trainer supports only a fixed number of micro-batches. The result is then the sum of
+        their losses. FSDP2 reduces the gradients over shards in each micro-batch (see
+        tune_strategy). HSDP sums gradients over its replicas only in a step's last micro-batch.
         """
         *first, last = inputs if self.sampler.grows else [inputs]
         losses, shards = [], self.accelerator.is_fsdp2
@@ -181,7 +189,7 @@ class PackedTrainer(SavingTrainer):
         return sum(losses, super().training_step(model, last, *args, **kwargs))
 
     def _expert_assignments(self, batch: Batch) -> torch.Tensor:
-        """Return how many tokens of a micro-batch go to each expert in training, (experts,)."""
+        """Return the number of tokens that each expert gets in a micro-batch, (experts,)."""
         model: Any = self.model_wrapped
         model.train()
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -195,9 +203,10 @@ class PackedTrainer(SavingTrainer):
     ) -> Any:  # fmt: skip
         """Return the summed loss of a micro-batch, divided by the loss tokens of the global batch.
 
-        The load-balancing loss of experts is added. A global batch without loss tokens has loss 0.
-        Even SFT calls Trainer's method here, not TRL's. TRL's method counts the tokens of one
-        sequence and waits for the device.
+        `num_items_in_batch`: these loss tokens. Without loss tokens the loss is 0. Experts'
+        load-balancing loss is added. With `return_outputs`, the result is (loss, model outputs).
+        SFT also calls Trainer's method here. TRL's method would count the tokens of one sequence
+        and wait for the device.
         """
         assert isinstance(num_items_in_batch, torch.Tensor), "see get_batch_samples"
         inputs, items = {**inputs, "use_cache": False}, num_items_in_batch.clamp(min=1)
@@ -211,14 +220,14 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def floating_point_ops(self, inputs: Batch) -> int:
-        """Return 0. The callback Throughput counts FLOPs; Trainer's count would include padding."""
+        """Return 0: the callback Throughput counts FLOPs. Trainer's count would include padding."""
         return 0
 
     @override
     def prediction_step(
         self, model: nn.Module, inputs: Batch, *_: Any, **__: Any
     ) -> tuple[None, None, None]:
-        """Add a micro-batch's loss to the totals of the held-out split; return no outputs."""
+        """Add a micro-batch's loss to the totals of the held-out split; return three None."""
         prepared = self._prepare_inputs(inputs)
         prepared.pop("sequence_tokens", None)  # no load-balancing loss in an evaluation
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -235,7 +244,7 @@ class PackedTrainer(SavingTrainer):
     def evaluation_loop(  # type: ignore[override] # Trainer gives all but the loader by name
         self, dataloader: Any, metric_key_prefix: str = "eval", **others: Any
     ) -> EvalLoopOutput:
-        """Evaluate a split. The metrics are means over loss tokens; Trainer averages batches."""
+        """Evaluate one split. Metrics are means over loss tokens; Trainer's are over batches."""
         self._eval_totals = EvaluationTotals(self.args.device)
         split = metric_key_prefix.removeprefix("eval_")
         self.callbacks.progress.begin_split(split, len(dataloader))
@@ -247,7 +256,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate a split; without `eval_dataset`, generate samples and evaluate all splits."""
+        """Evaluate one split, or generate samples and evaluate all splits; return the metrics."""
         if eval_dataset is None:
             self.callbacks.progress.begin(Phase.EVALUATE, self.state.global_step)
             self.callbacks.samples.generate(self)
@@ -255,7 +264,10 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, and wait for the last save. If memory runs out, write a file that explains it."""
+        """Train, wait for the last save, and return Trainer's result.
+
+        If memory runs out, write a file that lists what used the memory.
+        """
         gc.freeze()  # else each full collection scans all imported objects, 0.25 s
         with memory_page(self):
             try:
@@ -277,7 +289,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Train all steps. Trainer sees all steps of the run as one epoch."""
+        """Train all steps of the run, which Trainer counts as one epoch."""
         self.callbacks.progress.begin_step(self.state.global_step + 1)
         alone = self.accelerator.distributed_type == DistributedType.NO
         if self.settings.run.ddp_comm_hook and not alone:
@@ -305,7 +317,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log `logs`, with the callbacks' metrics in a training log, the mean loss in a summary."""
+        """Log `logs`. Training logs get the callbacks' metrics, the summary gets the mean loss."""
         if "loss" in logs:
             logs.update(self.callbacks.metrics())
         if "train_loss" in logs:

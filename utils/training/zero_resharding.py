@@ -37,11 +37,11 @@ EXTRACTING, MERGING = 4, 8
 
 @contextlib.contextmanager
 def loadable_checkpoint(trainer: Trainer, checkpoint: str | None) -> Iterator[str | None]:
-    """Yield a checkpoint directory that the current number of ranks can load.
+    """Yield the path of a checkpoint that the current number of ranks can load (None for None).
 
-    This is `checkpoint` itself, or a temporary conversion if another number of ranks wrote
-    `checkpoint` under ZeRO. Collective over ranks. Raises StorageError on all ranks if the
-    conversion fails.
+    If another number of ranks wrote `checkpoint` under ZeRO, this is a temporary conversion.
+    Otherwise this is `checkpoint` itself. Collective over ranks. Raises StorageError on all ranks
+    if the conversion fails.
     """
     here = ranks = trainer.args.world_size
     if checkpoint is not None and trainer.is_deepspeed_enabled:
@@ -69,9 +69,10 @@ def loadable_checkpoint(trainer: Trainer, checkpoint: str | None) -> Iterator[st
 def repair_stage_3(optimizer: Any, universal: Path) -> None:
     """Correct two errors of DeepSpeed 0.19 after loading a universal checkpoint under ZeRO-3.
 
-    `_load_universal_checkpoint_stage3` gives all groups the settings of the first group, so that
-    all parameters get weight decay. It also gives all parameters one shared step counter, which
-    then grows once per parameter. `optimizer` is torch's optimizer inside DeepSpeed's.
+    `_load_universal_checkpoint_stage3` gives all parameter groups the settings of the first group,
+    so that all parameters get weight decay. All parameters also share one step counter, which then
+    grows once per parameter. optimizer: torch's optimizer inside DeepSpeed's. universal: the
+    directory of the universal checkpoint
     """
     (state,) = universal.glob("global_step*/zero/optimizer_state.pt")
     loaded = torch.load(state, map_location="cpu", weights_only=True)
