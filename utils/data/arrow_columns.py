@@ -1,6 +1,7 @@
 """The Arrow files of a token dataset as zero-copy numpy views, and the meaning of their columns.
 
-An Arrow list column is a flat array of values plus offsets, so a document is a slice of the array.
+An Arrow list column is one flat array of values plus the offset of each document in this array. The
+values of a document are thus a slice of the array.
 """
 
 import logging
@@ -45,12 +46,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ListColumn:
-    """One list column over all record batches ("chunks") of a split.
+    """One column of a split, such as input_ids, with a list of integers for each document.
 
-    values           flat values of each chunk, usually a view into the memory map
+    A chunk is one of the split's Arrow record batches.
+
+    values           for each chunk its values as a flat array, usually a view of the memory map
     first_documents  (chunks,) index of the first document of each chunk
-    offsets          (documents + 1,) int64: the start of each document among all values of the
-                     column, then the number of values
+    offsets          (documents + 1,) int64: the index of each document's first value among all
+                     values of the column, then the number of all values
     """
 
     name: str
@@ -59,26 +62,26 @@ class ListColumn:
     offsets: np.ndarray
 
     def pieces(self, bounds: Bounds) -> list[np.ndarray]:
-        """Return the values of each segment, as views in the stored type."""
+        """Return for each segment in `bounds` an array of its values, a view in the stored type."""
         values = self.values
         return [values[chunk][start:stop] for chunk, start, stop in zip(*bounds, strict=True)]
 
     def bounds(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Bounds:
-        """Return each document's chunk, and start and stop of its values [start, stop) there."""
+        """Return Bounds, which give `pieces` the segments [start, stop) of these documents."""
         chunks = self.first_documents.searchsorted(documents, side="right") - 1
         base = self.offsets[documents] - self.offsets[self.first_documents[chunks]]
         return chunks.tolist(), (base + starts).tolist(), (base + stops).tolist()
 
     def documents(self, chunk: int, first: int, last: int) -> np.ndarray:
-        """Return the values of documents [first, last), which are in one chunk, as a flat array."""
+        """Return the values of the documents [first, last) of one chunk, as one flat array."""
         base = self.offsets[self.first_documents[chunk]]
         return self.values[chunk][self.offsets[first] - base : self.offsets[last] - base]
 
 
 def find_split(path: str | Path, default_split: str = "train") -> Path:
-    """Return the directory of a split; raises ConfigurationError if no split is found.
+    """Return the directory of a split: `path` itself or its subfolder `default_split`.
 
-    `path` is a split, or a folder of splits that contains `default_split`.
+    Raises ConfigurationError if both are not a split.
     """
     directory = Path(path).expanduser()
     for candidate in (directory, directory / default_split):
@@ -112,7 +115,7 @@ def _recipe_that_makes(directory: Path) -> Path | None:
 
 
 def data_files(directory: Path) -> list[Path]:
-    """Return a split's Arrow files in the order of state.json.
+    """Return the paths of a split's Arrow files, in the order in which state.json lists them.
 
     Raises ConfigurationError if state.json lists no usable files.
     """
@@ -134,20 +137,21 @@ def data_files(directory: Path) -> list[Path]:
 
 
 def loss_mask_among(names: Iterable[str]) -> str | None:
-    """Return the first of LOSS_MASKS that is among these column names, or None."""
+    """Return the name in `names` of a column that marks trained tokens (LOSS_MASKS), or None."""
     return next((name for name in LOSS_MASKS if name in names), None)
 
 
 def trained_on(loss_mask: str, values: np.ndarray) -> np.ndarray:
-    """Return which tokens are trained on (bool), by the values of the column `loss_mask`."""
+    """Return for each of `values` of the column `loss_mask` whether its token is trained on."""
     return values != IGNORED_LABEL if loss_mask == LABELS else values != 0
 
 
 def open_columns(directory: Path, files: Sequence[Path] | None = None) -> dict[str, ListColumn]:
-    """Return {name: column} of the columns that training reads; they share one array of offsets.
+    """Return {name: column} of a split's columns that training reads.
 
-    `files`: the Arrow files, by default the files in state.json. Raises ConfigurationError for
-    damaged files, and for column names with an unclear meaning.
+    All columns share one array of offsets. `files`: the Arrow files, by default the files in
+    state.json. Raises ConfigurationError for damaged files, for columns that differ in a row's
+    length, and for column names with an unclear meaning.
     """
     table = _read_table(directory, data_files(directory) if files is None else files)
     names = table.schema.names
@@ -175,7 +179,7 @@ def open_columns(directory: Path, files: Sequence[Path] | None = None) -> dict[s
 
 
 def schema_problems(names: Collection[str]) -> list[str]:
-    """Return messages about column names of tokenized rows that are missing or ambiguous."""
+    """Return messages for the user if columns of tokenized data are missing or ambiguous."""
     masks = [name for name in LOSS_MASKS if name in names]
     problems = []
     if TOKENS not in names:
@@ -199,7 +203,10 @@ def schema_problems(names: Collection[str]) -> list[str]:
 
 
 def _read_table(directory: Path, files: Sequence[Path]) -> pa.Table:
-    """Memory-map a split's files as one table; raises ConfigurationError for a damaged file."""
+    """Memory-map a split's Arrow files and return them as one table.
+
+    Raises ConfigurationError if a file is damaged or all files are empty.
+    """
     tables = []
     for file in files:
         try:
@@ -226,9 +233,10 @@ def _read_table(directory: Path, files: Sequence[Path]) -> pa.Table:
 
 
 def list_column(name: str, column: pa.ChunkedArray, where: str) -> ListColumn:
-    """Return a column of integer lists as views, or a column of boolean masks as an int8 copy.
+    """Return an Arrow column of integer lists as a ListColumn.
 
-    `where` names the data in errors. Raises ConfigurationError for other types, nulls and damage.
+    Integers are views of the Arrow data, and boolean masks are copied to int8. `where`: the name of
+    the data in errors. Raises ConfigurationError for other types, nulls and damaged data.
     """
     kind, are = column.type, pa.types
     is_list = are.is_list(kind) or are.is_large_list(kind) or are.is_fixed_size_list(kind)

@@ -1,7 +1,7 @@
 """The description of a split: statistics, a fingerprint of the content, and the origin.
 
-A split that prepare_data.py wrote has its description in stoker.json. For other data every token is
-read once, and the description is saved in the disk cache. stoker.json also has the sizes and
+prepare_data.py writes a split's description to stoker.json. If a split has no stoker.json, every
+token is read once, and the description is saved in the disk cache. stoker.json also has sizes and
 modification times of the Arrow files, so that `open_token_dataset` notices changed files.
 """
 
@@ -37,9 +37,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Statistics:
-    """Counts over all documents of a split, and the first row (document index) with each fault.
+    """Counts over all documents of a split, and for each kind of fault the first document with it.
 
-    first_row_without_loss: the first row without a trained token after its first token
+    The fields first_... are the document's row, counted from 0, or None if no document has the
+    fault. first_row_without_loss: no token after the document's first token is trained on
     """
 
     documents: int = 0
@@ -58,14 +59,14 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Description:
-    """Statistics, content fingerprint and origin of one split; unknown fields are empty.
+    """Statistics, content fingerprint and origin of one split. Fields without a value are empty.
 
     tokenizer    {"path": relative to the split, "sha256": ..., "vocabulary_size": ...}
     preparation  sources, settings and counts of prepare_data.py, as JSON values
-    files        {file name: size in bytes} at the time of the description
-    modified_ns  {file name: modification time in ns}
-    earlier      for each version before an append, oldest first: {"statistics": ..., "fingerprint":
-                 ..., "files": number of its files, which are the first of `files`}
+    files        {name of an Arrow file: size in bytes}, when the description was made
+    modified_ns  {name of an Arrow file: modification time in ns}, when the description was made
+    earlier      the split's versions before each append, oldest first. A version is {"statistics":
+                 ..., "fingerprint": ..., "files": N}; its files are the first N of `files`.
     """
 
     statistics: Statistics
@@ -79,9 +80,10 @@ class Description:
     earlier: Sequence[Mapping[str, Any]] = field(default_factory=list)
 
     def version(self, fingerprints: Collection[str]) -> "Description":
-        """Return the description of the newest version of the split with one of `fingerprints`.
+        """Return the description of the split's newest version with one of `fingerprints`.
 
-        Each append to the split makes a version. Without a match, return the newest description.
+        Each append to the split makes a new version. If no version has one of the fingerprints,
+        return the description of the current version.
         """
         if self.fingerprint in fingerprints:
             return self
@@ -99,7 +101,10 @@ class Description:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Description":
-        """Build a description from JSON; ignore unknown keys. KeyError, TypeError: keys missing."""
+        """Return a Description from JSON. Unknown keys are ignored.
+
+        Raises KeyError or TypeError if a required key is missing.
+        """
         known = {each.name: content.get(each.name) for each in fields(cls)}
         given = {name: value for name, value in known.items() if value is not None}
         counts = {each.name: content["statistics"][each.name] for each in fields(Statistics)}
@@ -107,13 +112,13 @@ class Description:
 
 
 def states_of(files: Sequence[Path]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return {name: size in bytes} and {name: modification time in ns} of files, in order."""
+    """Return {name: size in bytes} and {name: modification time in ns}, in the order of `files`."""
     stats = [(file.name, file.stat()) for file in files]
     return {name: s.st_size for name, s in stats}, {name: s.st_mtime_ns for name, s in stats}
 
 
 def read_description(directory: Path) -> Description | None:
-    """Return the description in stoker.json, or None without this file.
+    """Return the description in a split's stoker.json, or None if the split has no such file.
 
     Raises ConfigurationError if the file is invalid.
     """
@@ -135,10 +140,10 @@ def read_description(directory: Path) -> Description | None:
 def measure_once(
     directory: Path, files: Sequence[Path], columns: Mapping[str, ListColumn], why: str
 ) -> Description:
-    """Return the result of `measure`, from the disk cache if possible.
+    """Return a split's description from the disk cache, or measure the split and store the result.
 
-    The cache key has the paths, order, sizes and modification times of the files. If the cache has
-    no result, all tokens are read, and `why` is logged as the reason.
+    The cache key has the paths, order, sizes and modification times of the files. To measure, all
+    tokens are read, and `why` is logged as the reason.
     """
     path = cache_path("statistics", file_states(files))
     found = read_cache(path, Description.from_dict)
@@ -151,10 +156,11 @@ def measure_once(
 
 
 def measure(columns: Mapping[str, ListColumn]) -> Description:
-    """Read every token of a split; return statistics and a fingerprint of the content.
+    """Read every token of a split; return a Description with statistics and a fingerprint.
 
-    The fingerprint hashes token ids and loss mask with their integer types, and document lengths.
-    Paths, other columns and the division into files and batches do not change the fingerprint.
+    The fingerprint is a hash of the document lengths, the token ids and the loss mask, with the
+    integer types of ids and mask. Paths, other columns and the division into files and record
+    batches do not change the fingerprint.
     """
     tokens, loss_mask = columns[TOKENS], loss_mask_among(columns)
     lengths = np.diff(tokens.offsets)
@@ -182,7 +188,7 @@ def measure(columns: Mapping[str, ListColumn]) -> Description:
 
 
 def _blocks(tokens: ListColumn) -> Iterator[tuple[int, int, int]]:
-    """Yield (chunk, first, stop) of blocks of documents with about BLOCK_TOKENS tokens each."""
+    """Yield (chunk, first, stop): documents [first, stop) of a chunk have about 2**20 tokens."""
     ends = np.append(tokens.first_documents[1:], len(tokens.offsets) - 1)
     for chunk, end in enumerate(ends.tolist()):
         first = int(tokens.first_documents[chunk])

@@ -1,4 +1,4 @@
-"""Micro-batches of packed sequences, from memory-mapped files to the model's inputs."""
+"""Loaders of micro-batches: packed sequences are read from memory-mapped files for the model."""
 
 import copy
 import time
@@ -32,11 +32,12 @@ Batch = dict[str, torch.Tensor]
 
 
 def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
-    """Move a micro-batch to the device, and compute the model's inputs there.
+    """Move a micro-batch to the device; return {name: value} of the model's inputs.
 
     input_ids, labels and position_ids are (B, T) int64. Labels are not shifted. Tokens that are not
-    trained on have the label -100. Positions count from 0 in each segment. max_length_q and
-    max_length_k are an upper bound of the segment lengths. Copies from pinned memory do not block.
+    trained on have the label -100. In each segment (one document's part of a sequence) positions
+    begin with 0. max_length_q and max_length_k are an upper bound of the segment lengths. Copies
+    from pinned memory do not block.
     """
     moved = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
     input_ids, cu_seq_lens = moved.pop("input_ids").long(), moved.pop("cu_seq_lens")
@@ -60,7 +61,7 @@ def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
 
 
 class DocumentPart(NamedTuple):
-    """Tokens [start, stop) of one document. document: its row in the dataset, counted from 0."""
+    """The tokens [start, stop) of a document. `document`: its row in `dataset`; rows begin at 0."""
 
     dataset: Path
     document: int
@@ -69,12 +70,12 @@ class DocumentPart(NamedTuple):
 
 
 class PackedDataset(Dataset):
-    """The sequences of one or several packed datasets, numbered from 0 over all datasets.
+    """The packed sequences of one or several datasets (sources), numbered from 0 over all datasets.
 
     pad_token_id fills the end of a sequence. No document attends to padding, so any id works.
-    to_longest: pad a micro-batch to its longest sequence, rounded up to a multiple of PADDED_TO.
-    skipped: for each dataset, indices of documents to leave out. They become padding, so all other
-    documents stay in their sequences.
+    to_longest: pad a micro-batch to the length of its longest sequence, rounded up to a multiple of
+    64 tokens. skipped: for each dataset, indices of documents to leave out. Padding replaces these
+    documents, so all other documents stay in their sequences.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class PackedDataset(Dataset):
         self.first_of_source = np.cumsum([0, *self.per_source])
 
     def padded(self, to_longest: bool) -> "PackedDataset":
-        """Return a copy of this dataset, with the same sequences and this `to_longest`."""
+        """Return a copy of this dataset with the same sequences and another `to_longest`."""
         found = copy.copy(self)
         found.to_longest = to_longest
         return found
@@ -99,7 +100,7 @@ class PackedDataset(Dataset):
         return int(self.first_of_source[-1])
 
     def __getitems__(self, sequences: Sequence[int]) -> Batch:
-        """Return the micro-batch of these sequences. PADDING_SEQUENCE is a sequence of padding."""
+        """Return the micro-batch of the sequences with these numbers; -1 is a padding sequence."""
         count, length = len(sequences), self.sequence_length
         # These lists have one item for each segment, source by source, then one for each padded
         # tail. owners: the index of the item's sequence in `sequences`. tokens: the token ids.
@@ -146,14 +147,17 @@ class PackedDataset(Dataset):
         }
 
     def tokens_by_source(self, sequences: np.ndarray) -> np.ndarray:
-        """Return the tokens without padding of each source in `sequences`, int64 (sources,)."""
+        """Return how many tokens of each source are in `sequences`, int64 (sources,).
+
+        Padding is not counted. `sequences` are sequence numbers.
+        """
         tokens = np.zeros(len(self.plans), dtype=np.int64)
         for source, _, own in self._by_source(sequences):
             tokens[source] = self.plans[source].sequence_tokens[own].sum()
         return tokens
 
     def documents_in(self, sequences: np.ndarray) -> list[DocumentPart]:
-        """Return the parts of documents that are in `sequences`, one source after another."""
+        """Return the document parts in the sequences with these numbers, source by source."""
         parts = []
         for source, _, own in self._by_source(sequences):
             _, segments = self.plans[source].segments_of(own)
@@ -162,7 +166,10 @@ class PackedDataset(Dataset):
         return parts
 
     def _by_source(self, sequences: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield for each source (source, indices into `sequences`, numbers within the source)."""
+        """Yield (source, indices, numbers) for each source that has some of these sequences.
+
+        indices: where in `sequences` they are. numbers: their numbers, counted in the source
+        """
         sources = np.searchsorted(self.first_of_source, sequences, side="right") - 1
         for source in sorted(set(sources[sequences != PADDING_SEQUENCE].tolist())):
             indices = (sources == source).nonzero()[0]
@@ -170,23 +177,26 @@ class PackedDataset(Dataset):
 
 
 class TokenCounts:
-    """Tokens without padding that all ranks have trained on since step 0, by source.
+    """A counter of the tokens that all ranks have trained on since step 0, by source.
 
-    Every rank computes the same counts without communication. `by_name` also has the tokens of
-    sources that the run used before a resume and no longer uses.
+    Padding is not counted. Every rank computes the same counts without communication. `by_name`
+    also has the tokens of sources that the run used before a resume and no longer uses.
     """
 
     def __init__(self, in_step: Callable[[int], np.ndarray], names: Sequence[str]):
-        """`in_step(step)` returns the tokens of each source in step 0, 1, ..., int64 (sources,)."""
+        """`in_step(step)` returns the tokens of each source in a step, int64 (sources,).
+
+        Steps are counted from 0.
+        """
         self.in_step, self.names = in_step, tuple(names)
         self.resume(0, {})
 
     def resume(self, steps: int, tokens: Mapping[str, int]) -> None:
-        """Continue after `steps` steps, with `tokens`, the counts in the checkpoint (`by_name`)."""
+        """Set the counts after the first `steps` steps to `tokens`, {source: tokens}."""
         self.steps, self.by_name = steps, dict.fromkeys(self.names, 0) | dict(tokens)
 
     def count(self, steps: int) -> int:
-        """Return the number of tokens of the first `steps` steps, over all sources."""
+        """Return the number of tokens in the first `steps` steps, summed over all sources."""
         for step in range(self.steps, steps):
             for name, tokens in zip(self.names, self.in_step(step).tolist(), strict=True):
                 self.by_name[name] += tokens
@@ -195,9 +205,10 @@ class TokenCounts:
 
 
 def source_names(paths: Sequence[Path]) -> list[str]:
-    """Return short names of datasets: web and code for /data/web/train and /data/code/train.
+    """Return a short, distinct name for the dataset at each path.
 
-    Known secrets in paths are masked, because the names appear in metrics and checkpoints.
+    For /data/web/train and /data/code/train the names are web and code. Known secrets in paths are
+    masked, because the names appear in metrics and checkpoints.
     """
     parts = [tuple(map(redact, path.parts)) for path in paths]
     length = 1
@@ -210,7 +221,7 @@ def source_names(paths: Sequence[Path]) -> list[str]:
 
 
 def mixture_line(rows: PackedDataset, sampler: GlobalBatchSampler) -> str:
-    """Return the log line on the shares of several sources, and on their epochs in the run."""
+    """Return the log line with each source's share of the mixture and its epochs in the run."""
     shares = sampler.order.shares()
     tokens = shares * [plan.sequence_tokens.mean() for plan in rows.plans]
     epochs = sampler.order.epochs_before(sampler.samples_before(sampler.total_steps))
@@ -226,14 +237,14 @@ def mixture_line(rows: PackedDataset, sampler: GlobalBatchSampler) -> str:
 
 
 class TrainLoader:
-    """The training micro-batches of one rank, from the step at which `batch_sampler` resumes.
+    """A loader of one rank's training micro-batches, beginning at `batch_sampler.start_step`.
 
     Iteration draws nothing from global random generators, so a resumed run draws the same numbers
-    as an uninterrupted run. `wait_s` is the time that training waited for batches, in seconds.
+    as an uninterrupted run. `wait_s`: the seconds that training has waited for micro-batches.
     """
 
     def __init__(self, dataset: PackedDataset, sampler: GlobalBatchSampler, **workers: Any):
-        """`workers` are keyword arguments of `eval_loader`."""
+        """`workers`: the keyword arguments of `eval_loader`."""
         self.loader = eval_loader(dataset, sampler, **workers)
         self.batch_sampler, self.dataset, self.wait_s = sampler, dataset, 0.0
         names = source_names([source.path for source in dataset.datasets])
@@ -242,10 +253,10 @@ class TrainLoader:
         )
 
     def __len__(self) -> int:
-        """Return the number of micro-batches of the whole run, also after a resume.
+        """Return the number of micro-batches that this rank trains in the whole run.
 
-        If the global batch grows, return the number of steps: Trainer then gets all micro-batches
-        of a step as one.
+        Steps before a resume are included. If the global batch grows during the run, return the
+        number of steps, because Trainer then takes the micro-batches of a step as one item.
         """
         sampler = self.batch_sampler
         return sampler.total_steps if sampler.grows else len(sampler)
@@ -267,7 +278,10 @@ def eval_loader(
     pin_memory: bool = False,
     **options: Any,
 ) -> DataLoader:
-    """Return a DataLoader of the micro-batches in `batches`; `options`: arguments for workers."""
+    """Return a DataLoader that yields the micro-batches of `dataset` with these sequence numbers.
+
+    batches: the sequence numbers of each micro-batch. options: DataLoader's arguments for workers
+    """
     if num_workers == 0:
         options = {}  # without workers, torch refuses options for workers
     return DataLoader(

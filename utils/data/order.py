@@ -1,8 +1,8 @@
-"""The order of training: the sequences of each step and rank, a pure function of seed and step.
+"""The order of training: a pure function from seed and step to the sequences of each rank.
 
-A sample is one draw of a sequence. Samples are numbered 0, 1, 2, ... without end, and global batch
-k has the G samples [kG, (k + 1)G), for every number of ranks. There is no state, so a run resumes
-at any step without iterating over earlier steps.
+A sample is one draw of a sequence. Samples are numbered from 0 without end. With G sequences in a
+global batch, step k trains on the samples [kG, (k + 1)G), on any number of ranks. There is no
+state, so a run resumes at any step without iterating over earlier steps.
 """
 
 import math
@@ -30,9 +30,9 @@ SAMPLES_AT_ONCE = 2048
 
 
 def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
-    """Return the image of each position under a permutation of [0, size).
+    """Return the image of each position under a pseudo-random permutation of [0, size).
 
-    positions: int64 (n,); keys: uint64 (n,), keys[i] selects the permutation for positions[i]
+    positions: int64 (n,). keys: uint64 (n,); keys[i] selects the permutation for positions[i].
 
     An alternating Feistel network is a bijection on [0, 2^bits) for every round function. Applying
     the network again until the value is below `size` gives a bijection on [0, size). This takes
@@ -49,14 +49,17 @@ def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
 
 
 def derive_keys(seed: int, stream: int, epochs: np.ndarray) -> np.ndarray:
-    """Return a uint64 key for each epoch; `stream`: a source's index, BLOCK_KEYS or EVAL_KEYS."""
+    """Return for each epoch the uint64 key of its permutation, computed from seed and stream.
+
+    stream: the index of a source, or BLOCK_KEYS or EVAL_KEYS for other permutations
+    """
     start = np.full(len(epochs), seed % (1 << 64), dtype=np.uint64)
     keyed = mix(mix(start) + np.asarray(stream).astype(np.uint64))
     return mix(keyed + epochs.astype(np.uint64))
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """Return a hash of each uint64, splitmix64's output function (Steele, Lea, Flood, 2014)."""
+    """Return a uint64 hash of each value: splitmix64's output function (Steele et al., 2014)."""
     values = values + GOLDEN
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -64,7 +67,10 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def _feistel(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
-    """Permute [0, 2^bits): rounds XOR one half of the bits with a keyed hash of the other half."""
+    """Return the image of each value under a permutation of [0, 2^bits).
+
+    Each round XORs one half of a value's bits with a keyed hash of the other half.
+    """
     low_bits = np.uint64(bits - bits // 2)
     low_mask = np.uint64((1 << int(low_bits)) - 1)
     high_mask = np.uint64((1 << (bits // 2)) - 1)
@@ -83,10 +89,10 @@ class SampleOrder:
     Without weights, all sequences of all sources form one list of N sequences. Sample s is item
     P(s mod N) of the list, and P is the permutation for (seed, epoch s div N).
 
-    `weights` are relative shares of samples, one per source. Every BLOCK samples form a block:
-    `samples_before` gives the number of samples from each source, and a permutation mixes them. The
-    k-th sample of a source with n sequences is sequence P(k mod n) of the source, and P is the
-    permutation for (seed, source, epoch k div n).
+    `weights` are relative shares of samples, one per source. Every 1024 samples form a block. The
+    weights decide how many samples of a block each source gives (`samples_before`). A permutation
+    mixes the block's samples. The k-th sample of a source with n sequences is sequence P(k mod n)
+    of the source, and P is the permutation for (seed, source, epoch k div n).
     """
 
     def __init__(
@@ -96,7 +102,7 @@ class SampleOrder:
         weights: Sequence[float] | None = None,
         shuffled: bool = True,
     ):
-        """`per_source` has the number of sequences of each source."""
+        """`per_source`: the number of sequences of each source."""
         self.shuffled = shuffled
         self.per_source = np.array(per_source, dtype=np.int64)
         self.first_of_source = np.cumsum(self.per_source) - self.per_source
@@ -107,7 +113,10 @@ class SampleOrder:
         self._layout = lru_cache(CACHED_BLOCKS)(self._lay_out)
 
     def sequences(self, samples: np.ndarray) -> np.ndarray:
-        """Return the sequence number of each sample, counted from 0 over all sources in order."""
+        """Return the sequence number of each sample, int64 (samples,).
+
+        Sequences are numbered from 0, over all sources in order.
+        """
         if self.weights is None:
             return self._shuffled(samples, self.total, source=0)
         blocks, indices = np.divmod(samples, BLOCK)
@@ -127,7 +136,7 @@ class SampleOrder:
         return np.array([float(weight / sum(self.weights)) for weight in self.weights])
 
     def epochs_before(self, sample: int) -> list[float]:
-        """Return for each source how many of its epochs the first `sample` samples cover."""
+        """Return for each source its number of epochs in the first `sample` samples, as floats."""
         if self.weights is None:
             return [sample / self.total] * len(self.per_source)
         block, inside = divmod(sample, BLOCK)
@@ -135,10 +144,11 @@ class SampleOrder:
         return ((drawn + self.samples_before(block * BLOCK)) / self.per_source).tolist()
 
     def samples_before(self, sample: int) -> list[int]:
-        """Return the number of samples of each source before `sample`, the start of a block.
+        """Return for each source its number of samples among the first `sample` samples.
 
-        Source 0 gives round(n w0 / (w0 + w1 + ...)) of n samples, source 1 its share of the rest,
-        and so on. As n grows by 1, each count grows by 0 or 1, so shares do not drift.
+        `sample` is the first sample of a block. Source 0 gives round(n w0 / (w0 + w1 + ...)) of n
+        samples, source 1 gives its share of the rest, and so on. As n grows by 1, each count grows
+        by 0 or 1, so shares do not drift.
         """
         counts = []
         remaining, weight = sample, sum(self.weights or ())
@@ -148,7 +158,10 @@ class SampleOrder:
         return [*counts, remaining]
 
     def _lay_out(self, block: int) -> np.ndarray:
-        """Return for each sample of a block its source and its number there, int64 (2, BLOCK)."""
+        """Return the source of each sample in a block, and the sample's number in the source.
+
+        The result is int64 (2, 1024).
+        """
         before = np.array(self.samples_before(block * BLOCK), dtype=np.int64)
         counts = np.array(self.samples_before((block + 1) * BLOCK), dtype=np.int64) - before
         keys = derive_keys(self.seed, BLOCK_KEYS, np.full(BLOCK, block))
@@ -168,13 +181,13 @@ class SampleOrder:
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
-    """The training micro-batches of one rank, as lists of sequence numbers.
+    """A sampler of one rank's training micro-batches. A micro-batch is a list of sequence numbers.
 
-    sizes: the global batch, or its sizes by first step, {0: 64, 2000: 128}
+    sizes: the size of the global batch, or {first step: size}, such as {0: 64, 2000: 128}
     start_step: the optimizer step with which the next iteration begins
 
-    With W ranks and B sequences per micro-batch, micro-batch a of a step on rank r has the samples
-    [aWB + rB, aWB + rB + B) of the global batch.
+    Steps are counted from 0. With W ranks and B sequences per micro-batch, micro-batch a of a step
+    on rank r has the samples [aWB + rB, aWB + rB + B) of the global batch.
     """
 
     def __init__(
@@ -193,7 +206,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.start_step = 0
 
     def __len__(self) -> int:
-        """Return the number of micro-batches of the whole run, also after a resume."""
+        """Return this rank's number of micro-batches in the whole run, also after a resume."""
         at_once = self.micro_batch_size * self.world_size
         return self.samples_before(self.total_steps) // at_once
 
@@ -212,20 +225,23 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @property
     def grows(self) -> bool:
-        """Whether the global batch grows during the run."""
+        """True if the size of the global batch grows during the run."""
         return len(self.sizes) > 1
 
     @property
     def accumulation_steps(self) -> int:
-        """Accumulation steps of Trainer: 1 if the batch grows, as training_step accumulates."""
+        """Trainer's gradient_accumulation_steps, which is 1 if the global batch grows.
+
+        In this case training_step accumulates the gradients.
+        """
         return 1 if self.grows else self.accumulation_at(0)
 
     def size_at(self, step: int) -> int:
-        """Return the global batch of step 0, 1, ..., in sequences."""
+        """Return the global batch size of a step, in sequences. Steps are counted from 0."""
         return next(size for first, size in reversed(self.sizes.items()) if first <= step)
 
     def accumulation_at(self, step: int) -> int:
-        """Return the number of micro-batches of each rank in step 0, 1, ..."""
+        """Return the number of micro-batches per rank in a step. Steps are counted from 0."""
         return self.size_at(step) // (self.micro_batch_size * self.world_size)
 
     def samples_before(self, step: int) -> int:
@@ -236,21 +252,27 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @property
     def last_size_steps(self) -> float:
-        """The number of steps that the run's samples would take at the last batch size."""
+        """The steps that the run would need for its samples if each had the last batch size."""
         return self.samples_before(self.total_steps) / max(self.sizes.values())
 
     def sequences_of_step(self, step: int) -> np.ndarray:
-        """Return the sequence numbers of a step's global batch, int64 (global batch size,)."""
+        """Return the sequence numbers of a step's global batch, int64 (global batch size,).
+
+        Steps are counted from 0.
+        """
         first = self.samples_before(step)
         return self.order.sequences(np.arange(first, first + self.size_at(step)))
 
     def epoch_at(self, step: int) -> float:
-        """Return the epochs before `step`: its samples divided by the number of sequences."""
+        """Return the epochs in the first `step` steps: their samples divided by all sequences."""
         return self.samples_before(step) / self.order.total
 
 
 def steps_for(samples: float, sizes: Mapping[int, int]) -> int:
-    """Return the least number of steps that train on `samples` samples; `sizes`: by first step."""
+    """Return the least number of steps that train on `samples` samples.
+
+    `sizes`: {first step: size of the global batch}
+    """
     first, size = 0, sizes[0]
     for stop, larger in list(sizes.items())[1:]:
         if samples <= (stop - first) * size:
@@ -263,13 +285,14 @@ def steps_for(samples: float, sizes: Mapping[int, int]) -> int:
 def eval_batches(
     sequences: int, micro_batch_size: int, rank: int, world_size: int, at_most: int | None = None
 ) -> list[list[int]]:
-    """Return the evaluation micro-batches of one rank; all ranks together see each sequence once.
+    """Return the evaluation micro-batches of one rank, as lists of sequence numbers.
 
-    Every rank gets the same number of micro-batches, because the ranks reduce after each
-    micro-batch. PADDING_SEQUENCE fills the last micro-batches.
+    Each sequence is in one micro-batch of one rank. Every rank gets the same number of
+    micro-batches, because the ranks reduce after each micro-batch. -1 (PADDING_SEQUENCE) fills the
+    last micro-batches.
 
-    at_most: evaluate a random choice of this many sequences, equal for every seed and world size.
-    (The first sequences would all have long documents, because packing sorts by length.)
+    at_most: choose this many sequences at random, and the same ones for every seed and number of
+    ranks. The first sequences would all have long documents, because packing sorts by length.
     """
     numbers = np.arange(sequences)
     if at_most is not None and at_most < sequences:

@@ -1,4 +1,4 @@
-"""Packing of documents into sequences of a fixed length: pure functions of the lengths."""
+"""Packing of documents into sequences of a fixed length, computed from the documents' lengths."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from utils.config.errors import ConfigurationError
 
 
 class Segments(NamedTuple):
-    """Parts of documents: three arrays of equal length; a part is tokens [start, stop)."""
+    """Parts of documents: segment i has the tokens [start[i], stop[i]) of document[i]."""
 
     document: np.ndarray
     start: np.ndarray
@@ -20,22 +20,22 @@ class Segments(NamedTuple):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each segment."""
+        """Number of tokens of each segment."""
         return self.stop - self.start
 
     def take(self, indices: np.ndarray) -> "Segments":
-        """Return the segments at `indices`."""
+        """Return the segments with these indices."""
         return Segments(*(column[indices] for column in self))
 
 
 @dataclass(frozen=True)
 class PackPlan:
-    """The segments of documents that fill each sequence.
+    """A plan of which segments of documents are in which sequence.
 
-    sequence_offsets  (sequences + 1,) int64; sequence i has the segments from sequence_offsets[i]
-                      up to sequence_offsets[i + 1]
+    sequence_offsets  (sequences + 1,) int64; sequence i has the segments with the indices
+                      [sequence_offsets[i], sequence_offsets[i + 1])
     counts            {text for the log, such as "truncated": number of documents}
-    left_out_tokens   tokens of overlong documents that are not used
+    left_out_tokens   number of unused tokens in documents that are longer than a sequence
     """
 
     sequence_length: int
@@ -46,22 +46,22 @@ class PackPlan:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences."""
+        """Number of sequences in the plan."""
         return len(self.sequence_offsets) - 1
 
     @cached_property
     def sequence_tokens(self) -> np.ndarray:
-        """Tokens without padding of each sequence, int64 (sequences,)."""
+        """Number of tokens in each sequence, without padding, int64 (sequences,)."""
         ends = np.concatenate([[0], np.cumsum(self.segments.lengths, dtype=np.int64)])
         return np.diff(ends[self.sequence_offsets])
 
     @property
     def one_document_each(self) -> bool:
-        """Whether no sequence holds more than one segment."""
+        """True if each sequence has only one segment."""
         return len(self.segments.document) == self.sequences
 
     def segments_of(self, sequences: np.ndarray) -> tuple[np.ndarray, Segments]:
-        """Return (index, segments) of `sequences`: segments[i] is in sequences[index[i]]."""
+        """Return (index, segments) for sequence numbers: segment i is in sequences[index[i]]."""
         first = self.sequence_offsets[sequences]
         counts = self.sequence_offsets[sequences + 1] - first
         return np.arange(len(sequences)).repeat(counts), self.segments.take(ranges(first, counts))
@@ -78,14 +78,15 @@ def plan_packing(
 ) -> PackPlan:
     """Return a plan for packing documents of these lengths; equal arguments give equal plans.
 
-    packing      best_fit: best-fit decreasing; documents that fit a sequence are not cut
-                 in_order: documents that fit are not cut, and stay in their order
-                 concat: documents in order, cut at the end of a sequence
-                 none: one document, or piece of a split document, per sequence
+    packing      best_fit: best-fit decreasing; documents that fit into a sequence are not cut
+                 in_order: documents that fit into a sequence are not cut, and stay in their order
+                 concat: documents stay in their order, and the end of a sequence cuts a document
+                 none: one document per sequence, or one piece of a document that is split
     on_overlong  treatment of documents longer than a sequence: error, truncate, drop, or split into
                  pieces that overlap by one token, so that each token after the first is predicted
                  exactly once
-    has_targets  `TokenDataset.has_targets`, to leave out truncated documents without a target
+    has_targets  `TokenDataset.has_targets`, to leave out documents that have no target (a trained
+                 token after the first token) once they are truncated
     where        the dataset's name in errors
 
     Documents of fewer than two tokens have no target and are left out. Raises ConfigurationError if
@@ -126,7 +127,7 @@ def plan_packing(
 
 
 def ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the concatenation of arange(first[i], first[i] + counts[i]) over all i."""
+    """Return the concatenation of arange(first[i], first[i] + counts[i]) for all i, int64."""
     before = counts.cumsum() - counts
     return np.arange(int(counts.sum())) + (first - before).repeat(counts)
 
@@ -138,9 +139,9 @@ def _tokens_used(
     on_overlong: str,
     has_targets: Callable[[np.ndarray, int], np.ndarray] | None,
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Return the number of tokens to use of each document (0: none), and counts for the log.
+    """Return how many tokens of each document are used, int64 (documents,), and PackPlan's counts.
 
-    long: the documents longer than a sequence. The counts are those of PackPlan.
+    long: the indices of the documents that are longer than a sequence
     """
     used = np.where(lengths < 2, 0, lengths)
     counts = {}
@@ -160,9 +161,10 @@ def _tokens_used(
 
 
 def _pieces(documents: np.ndarray, lengths: np.ndarray, sequence_length: int) -> Segments:
-    """Cut documents into pieces [0, T), [T - 1, 2T - 1), ... with T = sequence_length.
+    """Return the pieces of documents: [0, T), [T - 1, 2T - 1), ... with T = sequence_length.
 
-    A piece repeats the last token of the previous piece, so that no token is left unpredicted.
+    Each piece begins with the last token of the document's previous piece. So each token after the
+    document's first token has a previous token in its piece and is predicted once.
     """
     stride = sequence_length - 1
     counts = (lengths - 1 + stride - 1) // stride
@@ -172,7 +174,10 @@ def _pieces(documents: np.ndarray, lengths: np.ndarray, sequence_length: int) ->
 
 
 def in_order(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Return each piece's sequence number. A piece that does not fit begins the next sequence."""
+    """Return the sequence number of each piece, int64 (pieces,). Pieces stay in their order.
+
+    A piece that does not fit into the current sequence begins the next sequence.
+    """
     ends = np.cumsum(lengths, dtype=np.int64)
     firsts = [0]  # the first piece of each sequence
     while firsts[-1] < len(lengths):
@@ -184,13 +189,13 @@ def in_order(lengths: np.ndarray, capacity: int) -> np.ndarray:
 def _concatenated(
     documents: np.ndarray, lengths: np.ndarray, capacity: int
 ) -> tuple[np.ndarray, Segments]:
-    """Cut the concatenated documents into sequences; return `PackPlan`'s offsets and segments.
+    """Cut the concatenated documents into sequences; return PackPlan's offsets and segments.
 
-    documents: indices of the documents; lengths: (documents,) integers >= 2
+    documents: indices of the documents. lengths: (documents,) integers >= 2.
 
-    If a sequence ends inside a document, the next sequence repeats the last token, so that the
-    following token is still predicted. If only the first token of a document fits into a sequence,
-    the last position of the sequence stays empty.
+    If a sequence ends inside a document, the next sequence begins with this sequence's last
+    token, so that the following token is still predicted. If only the first token of a document
+    would fit at the end of a sequence, the last position of the sequence stays empty.
     """
     ends = np.cumsum(lengths)
     total = int(ends[-1])
@@ -224,13 +229,13 @@ def _concatenated(
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Return the sequence number of each piece, by best-fit decreasing bin packing.
 
-    lengths: (pieces,) integers in [1, capacity]
+    lengths: (pieces,) integers in [1, capacity]. capacity: tokens in a sequence.
 
     Longer pieces are placed first, and pieces of equal length in order. A piece goes to the fullest
-    sequence that has room for the piece, or opens the next sequence. Pieces of equal length are
-    placed together. The result is the same, because the sequence that took a piece remains the
-    fullest until it is too full for another piece. So the work grows with the number of different
-    lengths and free spaces.
+    sequence that has room for the piece. If no sequence has room, the piece opens a new sequence.
+    Pieces of equal length are placed together. This does not change the result: a sequence that
+    takes a piece remains the fullest one until it has no room for another piece of this length. So
+    the work grows with the number of different lengths and free spaces, not with the pieces.
     """
     # numpy sorts 16-bit keys by radix, four times as fast.
     key_type = np.uint16 if capacity < 1 << 16 else np.int64

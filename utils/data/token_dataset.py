@@ -1,4 +1,4 @@
-"""Token datasets on disk: memory-mapped access and checks of the content."""
+"""Token datasets on disk: opening, memory-mapped access and checks of the content."""
 
 import json
 import logging
@@ -47,8 +47,8 @@ PADDING_RUN = 4  # this many equal tokens at the start or end of a row may be pa
 class TokenDataset:
     """The documents of one split, in order, read from memory-mapped Arrow files.
 
-    Pickling stores only paths and description, and unpickling in a data worker opens the files.
-    The files are read from `folder`, which is `path` or a copy of `path`.
+    The files are read from `folder`, which is `path` or a copy of `path`. A pickle has only the
+    paths and the description. A data worker that unpickles the dataset opens the files itself.
     """
 
     path: Path
@@ -90,9 +90,10 @@ class TokenDataset:
         return np.diff(self.columns[TOKENS].offsets)
 
     def pieces(self, segments: Segments) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return for each segment the token ids and a mask that is not 0 for trained tokens.
+        """Return a list with the token ids of each segment, and a list with the mask of each.
 
-        Token ids are views in the stored type, and so are masks unless they come from labels.
+        A mask is not 0 for trained tokens. Token ids are views of the stored data. Masks are views
+        except masks that are computed from labels.
         """
         tokens = self.columns[TOKENS]
         bounds = tokens.bounds(*segments)
@@ -106,7 +107,7 @@ class TokenDataset:
         return tokens.pieces(bounds), mask
 
     def has_targets(self, documents: np.ndarray, stop: int) -> np.ndarray:
-        """Return for each of `documents` whether a token in [1, stop) is trained on (bool)."""
+        """Return for each document whether one of its tokens [1, stop) is trained on (bool)."""
         stops = np.minimum(self.lengths[documents], stop)
         if self.loss_mask is None:
             return stops >= 2
@@ -123,16 +124,16 @@ def open_token_dataset(
     path: str | Path, default_split: str = "train", known: Collection[str] = (),
     staged: tuple[Path, Path] | None = None,
 ) -> TokenDataset:  # fmt: skip
-    """Open a split, or `default_split` of a folder of splits.
+    """Open the split at `path`, or the split `default_split` in the folder `path`.
 
-    `staged`: the folder of the split, and a copy of this folder to read instead.
+    `staged`: (the split's folder, a copy of this folder to read instead).
 
     `known`: fingerprints of data that the run has used. If prepare_data.py --append has enlarged
-    the split since, the version with one of these fingerprints is opened.
+    the split since then, the older version with one of these fingerprints is opened.
 
-    Every token is read once if stoker.json is missing, or has other file sizes or modification
-    times than the files. A split of more than READ_AGAIN_TOKENS is not read again if only the times
-    differ. Let one rank open the split first: the other ranks then find the statistics in the disk
+    Every token is read once if stoker.json is missing, or if its file sizes or modification times
+    differ from the files. If only the times differ, a split of more than 2**32 tokens is not read
+    again. Let one rank open the split first: the other ranks then find the statistics in the disk
     cache.
 
     Raises ConfigurationError if `path` is no token dataset, or if stoker.json describes other data.
@@ -174,10 +175,11 @@ def open_token_dataset(
 
 
 def _files_of(directory: Path, listed: list[Path], described: Description) -> list[Path]:
-    """Return the Arrow files of a split after appends; `listed` are the files in state.json.
+    """Return the paths of the Arrow files of a split that has had an append.
 
-    An append writes stoker.json before state.json. If an append was killed in between, state.json
-    lists only the older files. The files are then taken from stoker.json.
+    An append writes stoker.json (`described`) before state.json, which lists the files `listed`. If
+    an append was killed in between, state.json lists only the older files. In this case the files
+    in stoker.json are returned.
     """
     names = list(described.files)
     if [file.name for file in listed] != names[: described.earlier[-1]["files"]]:
@@ -188,9 +190,9 @@ def _files_of(directory: Path, listed: list[Path], described: Description) -> li
 def describe_split(
     directory: str | Path, files: Sequence[Path] | None = None, **origin: Any
 ) -> TokenDataset:
-    """Measure a new split, write stoker.json with `origin` (fields of Description), open the split.
+    """Measure a new split, write its stoker.json, and return the opened split.
 
-    `files`: the Arrow files, by default the files in state.json.
+    origin: further fields of Description. files: the Arrow files, by default those in state.json.
     """
     split = Path(directory).resolve()
     files = data_files(split) if files is None else files
@@ -204,9 +206,10 @@ def describe_split(
 def dataset_problems(
     dataset: TokenDataset, vocabulary_size: int, needs_loss_tokens: bool
 ) -> list[str]:
-    """Return messages about faults in a dataset's content, with the first faulty row if possible.
+    """Return messages for the user about faults in a dataset's content, [] without a fault.
 
-    needs_loss_tokens: every document needs a trained token after its first token (fine-tuning)
+    Most messages name the first faulty row. needs_loss_tokens: true if every document needs a
+    trained token after its first token, as in fine-tuning.
     """
     found, mask = dataset.description.statistics, dataset.loss_mask
     without_loss = found.first_row_without_loss if needs_loss_tokens else None
@@ -245,9 +248,10 @@ def warn_of_small_split(name: str, dataset: TokenDataset) -> None:
 
 
 def read_skipped(file: str | None, datasets: Sequence[TokenDataset]) -> list[np.ndarray]:
-    """Return for each dataset the rows that `file` (skip_documents) lists, int64, ascending.
+    """Return for each dataset the documents to skip, as ascending row numbers, int64.
 
-    Raises ConfigurationError if the file cannot be read, or if a line names no document of the run.
+    `file`: the setting skip_documents, a file with one document per line, or None. Raises
+    ConfigurationError if the file cannot be read, or if a line names no document of the run.
     """
     found: list[set[int]] = [set() for _ in datasets]
     try:
@@ -283,9 +287,9 @@ def read_skipped(file: str | None, datasets: Sequence[TokenDataset]) -> list[np.
 
 
 def packing_line(dataset: TokenDataset, plan: PackPlan, most: int | None = None) -> str:
-    """Return the log line of a packed dataset: documents, tokens, sequences, tokens left out.
+    """Return the log line of a packed dataset: documents, tokens, sequences and unused tokens.
 
-    `most`: the number of sequences that an evaluation reads, by default all
+    `most`: at most how many sequences an evaluation reads; None for all
     """
     found = dataset.description.statistics
     fill = plan.sequence_tokens.mean() / plan.sequence_length
@@ -305,10 +309,10 @@ def packing_line(dataset: TokenDataset, plan: PackPlan, most: int | None = None)
 
 
 def _padding_problem(dataset: TokenDataset) -> Iterator[str]:
-    """Yield a message if a dataset without attention_mask is padded to one length.
+    """Yield a message if a dataset without attention_mask seems to be padded to one length.
 
-    A dataset counts as padded if all rows have one length, and 5 % of the rows (at least two) begin
-    with PADDING_RUN copies of one token, or end with copies of a token that is trained on.
+    The dataset seems padded if all rows have one length, and 5 % of the rows (at least two) begin
+    or end with 4 copies of one token. Copies at the end must be trained on.
     """
     found = dataset.description.statistics
     length = found.longest_document

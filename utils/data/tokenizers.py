@@ -24,10 +24,10 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*(end|)generation\s*([-+]?)%\}")
 
 
 def load_tokenizer(name_or_path: str, *, is_cached: bool = False) -> "PreTrainedTokenizerBase":
-    """Load a tokenizer from a folder or by its Hub name, without running code from there.
+    """Load a tokenizer from a folder or by its Hub name. The tokenizer's own code is never run.
 
-    is_cached: read only the Hub cache, without asking the Hub. Raises ConfigurationError if the
-    tokenizer is missing, needs custom code, has no eos_token, or has too large ids.
+    is_cached: true to read the Hub cache without asking the Hub. Raises ConfigurationError if the
+    tokenizer is missing, needs its own code, has no eos_token, or has an id of 2**24 or more.
     """
     from huggingface_hub import is_offline_mode
     from transformers import AutoTokenizer
@@ -79,7 +79,7 @@ def id_type(tokenizer: "PreTrainedTokenizerBase") -> np.dtype:
 
 
 def tokenizer_sha256(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return a SHA-256 of the rules that turn text into token ids, without the chat template."""
+    """Return a SHA-256 of a tokenizer's rules and vocabulary, without the chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         content = json.loads(backend.to_str())
@@ -94,16 +94,16 @@ def tokenizer_sha256(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def chat_template_sha256(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """Return the SHA-256 of the chat template; None for no template or several named templates."""
+    """Return the SHA-256 of the chat template; None for no template or several templates."""
     template = tokenizer.chat_template
     return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None
 
 
 def without_training_marks(template: str) -> str:
-    """Replace {% generation %} by {% with %} in a chat template, which renders the same text.
+    """Return a chat template with {% with %} instead of {% generation %}.
 
-    Only transformers knows {% generation %}; {% with %} has the same scope and trims the same
-    blanks.
+    Only transformers knows {% generation %}. The result renders the same text, because {% with %}
+    has the same scope and trims the same blanks.
     """
     return _GENERATION.sub(r"{%\1 \2with \3%}", template)
 
@@ -118,7 +118,7 @@ def render_alike(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase
 
 
 def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> str | None:
-    """Return text that names the first id with different tokens in two tokenizers, or None.
+    """Return a text on the first id that has different tokens in two tokenizers, or None.
 
     Added tokens are not compared: chat models rename reserved tokens, which no text contains.
     """
@@ -133,7 +133,7 @@ def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBas
 
 
 def differences(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> list[str]:
-    """Return texts that describe how two tokenizers with different hashes differ."""
+    """Return texts that describe the differences of two tokenizers with different hashes."""
     mine, theirs = one.special_tokens_map, other.special_tokens_map
     found = [
         f"{name} {mine.get(name)} instead of {theirs.get(name)}"
