@@ -34,15 +34,15 @@ logger = logging.getLogger(__name__)
 
 
 class FinishedEarlyError(Exception):
-    """Raised on all ranks before the first step if early stopping had already ended the run."""
+    """The resumed run has already ended by early stopping. Raised on all ranks before a step."""
 
 
 class EarlyStopping(TrainerCallback):
     """A callback that ends the run after `patience` evaluations in a row without improvement.
 
-    `judge`, transformers' EarlyStoppingCallback, compares metric_for_best_model. As a callback of
-    Trainer, `judge` would compare each split alone, count evaluations that a stop interrupted and
-    forget the count on resume. Instead, the trainer calls `take_evaluation`.
+    `judge`, transformers' EarlyStoppingCallback, compares the metric metric_for_best_model. If
+    Trainer called `judge`, this would count each split and each interrupted evaluation, and lose
+    the count on resume. Instead, the trainer calls `take_evaluation` once per evaluation.
     """
 
     def __init__(self, patience: int, threshold: float):
@@ -54,18 +54,18 @@ class EarlyStopping(TrainerCallback):
         return self.judge.early_stopping_patience_counter >= self.judge.early_stopping_patience
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore the number of evaluations without improvement from a checkpoint's values."""
+        """Restore the number of evaluations without improvement from a checkpoint (`saved`)."""
         self.judge.early_stopping_patience_counter = saved.get(UNIMPROVED, 0)
 
     def state(self) -> dict[str, Any]:
-        """Return a dict to store in a checkpoint: the number of evaluations without improvement."""
+        """Return {key: number of evaluations without improvement} to store in a checkpoint."""
         return {UNIMPROVED: self.judge.early_stopping_patience_counter}
 
     def take_evaluation(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
         metrics: dict[str, float],
     ) -> bool:  # fmt: skip
-        """Count an evaluation and return whether early stopping ends the run.
+        """Count an evaluation by its metrics; return whether early stopping ends the run.
 
         Call this before Trainer updates the best metric.
         """
@@ -80,23 +80,24 @@ class EarlyStopping(TrainerCallback):
 
     @override
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """Raise FinishedEarlyError if early stopping has already ended the resumed run."""
+        """Raise FinishedEarlyError if early stopping ended the run before this resume."""
         if self.ended:
             raise FinishedEarlyError
 
     @override
     def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Cancel Trainer's log, evaluation and save at the epoch's end after early stopping."""
+        """Cancel Trainer's log, evaluation and save at the epoch's end if the run ends early."""
         if self.ended:
             control.should_log = control.should_evaluate = control.should_save = False
 
 
 class Samples:
-    """Completions of fixed prompts at each evaluation, in the log, metrics.jsonl and wandb.
+    """A generator of completions of fixed prompts; writes them to log, metrics.jsonl and wandb.
 
-    Decoding is greedy. All ranks generate the same text, because FSDP2 and ZeRO-3 gather weights
-    with a collective. Training is not affected: the RNG state and the model's attention are
-    restored, and compiled layers run uncompiled.
+    The trainer calls `generate` at the begin of each evaluation. Decoding is greedy. All ranks
+    generate the same text, because FSDP2 and ZeRO-3 gather weights with a collective. Training is
+    not affected: the RNG state and the model's attention are restored, and compiled layers run
+    uncompiled.
     """
 
     def __init__(self, prompts: "Sequence[Prompt]", max_new_tokens: int, journal: Journal):

@@ -1,4 +1,4 @@
-"""metrics.jsonl and log lines of training, evaluations and saves; a live view on a terminal.
+"""Writers of metrics.jsonl and of the log lines of a run, and a live view on a terminal.
 
 utils/host/journal_file.py reads metrics.jsonl.
 """
@@ -60,7 +60,10 @@ class Journal(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Append the event `started` or `resumed`; keep damaged lines, but warn about them."""
+        """Append the event `started` or `resumed` to metrics.jsonl.
+
+        Damaged lines of metrics.jsonl stay in the file, and a warning names them.
+        """
         if not state.is_world_process_zero:
             return
         try:
@@ -80,7 +83,10 @@ class Journal(TrainerCallback):
 
     @override
     def on_log(self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **__: Any) -> None:
-        """Write a train, eval, summary or stopped event; collective if `logs` has eval losses."""
+        """Append the event train, eval, summary or stopped, and write its log line.
+
+        Collective over ranks if `logs` has the loss of a held-out split.
+        """
         losses = [key for key in logs or () if key.startswith("eval_") and key.endswith("_loss")]
         if losses:
             self.memory.measure()
@@ -110,7 +116,10 @@ class Journal(TrainerCallback):
             logger.info("%s", readable_line(line, self.stop.limit_s()))
 
     def _note_slow_node(self, line: Mapping[str, Any]) -> None:
-        """Record a node as bad, once, if its rank was slowest in SLOW_LOGS logs over SLOW_S."""
+        """Record a node as slow if one of its ranks was slowest in 10 logs in a row over 300 s.
+
+        line: the newest training log. A node is recorded once.
+        """
         rank, cost, node = line["slowest_rank"], line["slowest_cost"], line["slowest_host"]
         slow = cost > number("STOKER_SLOW_SHARE", 0.1) > 0
         if not slow or rank != self.slowest:
@@ -126,7 +135,7 @@ class Journal(TrainerCallback):
 
     @override
     def on_save(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Measure memory and write an event for each new checkpoint; collective over ranks."""
+        """Measure memory, and append the event save for each new checkpoint; collective."""
         memory = self.memory.measure()
         if state.is_world_process_zero:
             self.memory_of[state.global_step] = memory
@@ -139,7 +148,7 @@ class Journal(TrainerCallback):
             self.saves_written += 1
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append a line to metrics.jsonl, unless another job has locked the run directory."""
+        """Append a line to metrics.jsonl. Do nothing if another job has locked the directory."""
         if known_loss(self.path.parent) is not None:
             return
         text = strict_json({**line, "time": round(time.time(), 3)})
@@ -169,10 +178,10 @@ SLOW_RANK = 0.03  # share of a step; longer waits for the slowest rank are shown
 
 
 def readable_line(line: Mapping[str, Any], limit_s: float | None = None) -> str:
-    """Return the log line for an event of metrics.jsonl (`line`).
+    """Return the text of the log line for an event of metrics.jsonl (`line`).
 
-    The log line's `eta` is the time of the remaining steps, without evaluations and saves.
-    limit_s: the seconds until the job's time limit.
+    In the text, `eta` is the time for the remaining steps, without evaluations and saves.
+    limit_s: the seconds until the job's time limit, or None without a limit.
     """
     event, step, prefix, ending = line["event"], line["step"], "", []
     if event == "eval":
@@ -215,10 +224,10 @@ def _remarks(line: Mapping[str, Any], limit_s: float | None) -> list[str]:
 
 
 class LiveView(TrainerCallback):
-    """A display of the progress and the last training log on a terminal, until `close`.
+    """A display of rank 0's progress and last training log at the bottom of a terminal.
 
-    A thread of the library rich draws the display, and waits for no device and no rank.
-    `disable_tqdm` turns the display off.
+    A thread of the library rich draws the display. This thread waits for no device and no rank. The
+    setting disable_tqdm turns the display off.
     """
 
     def __init__(self, progress: Progress, stop: StopWatch):
@@ -247,7 +256,7 @@ class LiveView(TrainerCallback):
         atexit.register(self.live.close)  # after an error or Ctrl-C
 
     def close(self) -> None:
-        """Remove the display and restore stdout for the log."""
+        """Remove the display from the terminal; let the log write to stdout directly again."""
         self.live.close()
 
     @override
@@ -277,6 +286,6 @@ class LiveView(TrainerCallback):
 
 
 def fits_terminal() -> bool:
-    """Return whether stdout is a terminal that can redraw lines and show Unicode bars."""
+    """Return whether stdout is a terminal that can redraw lines and show Unicode characters."""
     dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")
     return sys.stdout.isatty() and not dumb and sys.stdout.encoding.lower().startswith("utf")

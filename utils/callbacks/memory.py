@@ -1,4 +1,4 @@
-"""Memory of each rank by phase, headroom of the GPUs, and the report when memory runs out."""
+"""Monitor of each rank's memory, and the report out-of-memory-rankN.txt."""
 
 import contextlib
 import gc
@@ -47,9 +47,9 @@ class MemoryMonitor(TrainerCallback):
     """A monitor of each rank's memory in GiB, and of each GPU's utilization, power and energy.
 
     Device memory is the memory of torch's allocator. Host memory is the memory of this process
-    without data workers. Each line of metrics.jsonl (training, evaluation or save) has the peak
-    since the previous line. sequence_bytes: predicted memory of one more sequence in the
-    micro-batch. If the prediction is 0, no headroom is logged.
+    without data workers. Each train, eval and save event of metrics.jsonl has the peak since the
+    previous event. sequence_bytes: the predicted memory of one more sequence in the micro-batch, or
+    0 if unknown. Without a prediction no headroom is logged.
     """
 
     by_rank: Sequence[Mapping[str, Any]] = ()  # metrics of each rank at the last measurement
@@ -63,13 +63,13 @@ class MemoryMonitor(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
-        """Read the energy counter; reset the memory peak, so that loading does not count."""
+        """Read the energy counter. Reset the memory peak, so that it leaves out loading."""
         self.device, self.rows = args.device, args.per_device_train_batch_size
         self._new_peak()
         self.energy_at_begin = energy_kwh(self.device)
 
     def _new_peak(self) -> int:
-        """Return the allocator's peak in bytes (0 on a CPU), and reset the peak."""
+        """Return the peak in bytes of torch's allocator (0 on a CPU), then reset the peak."""
         if self.device.type != "cuda":
             return 0
         peak = torch.cuda.max_memory_allocated(self.device)
@@ -83,9 +83,10 @@ class MemoryMonitor(TrainerCallback):
             self.peak_bytes = max(self.peak_bytes, self._new_peak())
 
     def metrics(self) -> dict[str, float]:
-        """Return memory and GPU use since the last training log, reduced over ranks by REDUCED.
+        """Return {name: value} of memory and GPU use since the last training log.
 
-        Logs the headroom once. Collective over ranks.
+        A value is the maximum over ranks, or another summary in REDUCED. The second call logs the
+        headroom. Collective over ranks.
         """
         self.measure(self.peak_bytes)
         self.peak_bytes, self.logs = 0, self.logs + 1
@@ -100,9 +101,9 @@ class MemoryMonitor(TrainerCallback):
         return reduced
 
     def measure(self, before: int = 0) -> Sequence[Mapping[str, Any]]:
-        """Measure memory and GPU use; return the metrics of each rank. Collective.
+        """Measure memory and GPU use; return a list with {name: value} of each rank. Collective.
 
-        before: the peak in bytes before the last reset, 0 to ignore it.
+        before: a peak in bytes from before the last reset, to include in this measurement
         """
         peak_bytes = max(before, self._new_peak())
         resident = psutil.Process().memory_info().rss
@@ -126,9 +127,9 @@ class MemoryMonitor(TrainerCallback):
         return self.by_rank
 
     def _gpu_use(self) -> dict[str, float]:
-        """Return this GPU's utilization (0 to 1) and power in W over the last second.
+        """Return this GPU's gpu_utilization (0 to 1) and gpu_power_w over the last second.
 
-        Return {} without NVML or a GPU. The driver measures both, so the GPU is not interrupted.
+        Return {} without a GPU or NVML. The driver measures both, so the GPU is not interrupted.
         """
         if self.device.type != "cuda" or not self.has_nvml:
             return {}
@@ -144,7 +145,7 @@ class MemoryMonitor(TrainerCallback):
         return {"gpu_utilization": busy / 100, "gpu_power_w": milliwatts / 1000}
 
     def headroom(self) -> str:
-        """Return a text: free memory of the fullest GPU, and the largest micro-batch that fits."""
+        """Return a text on the fullest GPU: its free memory, and the largest micro-batch for it."""
         least = min(self.by_rank, key=lambda sizes: sizes["memory_headroom_gib"])
         room, total = least["memory_headroom_gib"], least["memory_total_gib"]
         fits = self.rows + max(int(room * GIB / (1.1 * self.sequence_bytes)), 0)  # 1.1: a margin
@@ -154,7 +155,7 @@ class MemoryMonitor(TrainerCallback):
 
 
 def energy_kwh(device: torch.device) -> float | None:
-    """Return the kWh that a GPU has used since its driver was loaded; None if NVML has no count."""
+    """Return the kWh that a GPU has used since its driver was loaded; None if not counted."""
     if device.type != "cuda":
         return None
     try:
@@ -170,7 +171,10 @@ def energy_kwh(device: torch.device) -> float | None:
 
 
 def fullest_rank(line: Mapping[str, Any]) -> str:
-    """Return the rank with the highest peak: " (rank 3 on n2)", or "" if all are within 10 %."""
+    """Return which rank has the highest memory peak as text, such as " (rank 3 on n2)".
+
+    Return "" if all ranks' peaks are within 10 %. line: an event of metrics.jsonl.
+    """
     *_, last = ranks = sorted(line["memory_by_rank"], key=lambda one: one["memory_peak_gib"])
     apart = last["memory_peak_gib"] > 1.1 * ranks[0]["memory_peak_gib"]
     return f" (rank {last['rank']} on {last['host']})" if apart else ""
@@ -178,9 +182,10 @@ def fullest_rank(line: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def memory_page(trainer: Any) -> Iterator[None]:
-    """Write out-of-memory-rankN.txt and raise OutOfMemoryError if the with block lacks memory.
+    """Write a report and raise OutOfMemoryError if memory runs out in the with block.
 
-    This also covers data workers that the kernel kills for lack of memory.
+    The report is out-of-memory-rankN.txt. A data worker that the kernel kills for lack of memory
+    counts as well.
     """
     kills = memory_kills()
     try:
@@ -204,8 +209,8 @@ def memory_page(trainer: Any) -> Iterator[None]:
 def write_page(trainer: Any, error: BaseException, cause: BaseException) -> str:
     """Write RUN/out-of-memory-rankN.txt; return the message for the user.
 
-    error: the caught exception. cause: `error` or the exception behind it that shows the lack of
-    memory.
+    error: the caught exception. cause: the out-of-memory exception, which is `error` itself or the
+    exception that led to `error`.
     """
     progress, rank, owner = trainer.callbacks.progress, global_rank(), memory_owner(cause)
     phase, device = WORDS[progress.phase], trainer.args.device.type if owner == "GPU" else "cpu"
@@ -253,7 +258,7 @@ def write_page(trainer: Any, error: BaseException, cause: BaseException) -> str:
 
 
 def _named_tensors(trainer: Any) -> Iterator[tuple[Any, str, str]]:
-    """Yield (value, kind, name) of weights, gradients, optimizer states and other tensors."""
+    """Yield (tensor, kind, name) of all tensors: weights, gradients, optimizer states, others."""
     names = {weight: name for name, weight in trainer.model.named_parameters()}
     for weight, name in names.items():
         yield weight, WEIGHTS, name
@@ -267,7 +272,10 @@ def _named_tensors(trainer: Any) -> Iterator[tuple[Any, str, str]]:
 
 
 def _tensors(trainer: Any, device: str, sizes: Counter[str]) -> str:
-    """Return memory by kind and the largest tensors as text; add bytes by kind to `sizes`."""
+    """Return two tables as text: the memory of each kind of tensors, and the largest tensors.
+
+    Adds the bytes of each kind to `sizes`.
+    """
     found: dict[int, tuple[int, str, str]] = {}  # by address
     for value, kind, name in _named_tensors(trainer):
         with contextlib.suppress(AttributeError, RuntimeError):  # not a tensor, or without data
@@ -300,8 +308,8 @@ def _tensors(trainer: Any, device: str, sizes: Counter[str]) -> str:
 def _what_helps(trainer: Any, phase: str, device: str, others: int) -> list[str]:
     """Return texts with changes of settings that would save memory, largest saving first.
 
-    phase: a value of WORDS. others: the bytes of "other tensors", from which the saving in an
-    evaluation is estimated.
+    phase: load, train, eval or save. others: the bytes of other tensors than weights, gradients and
+    optimizer states. The saving in an evaluation is estimated from these bytes.
     """
     args, plan, lines = trainer.args, trainer.memory, []
     if phase == "eval" and (rows := args.per_device_eval_batch_size) > 1:

@@ -25,21 +25,21 @@ PROBE_S = 10.0  # the least time between two timings of the matrix product in Ow
 
 
 class MixtureShares(TrainerCallback):
-    """Tokens and epochs of each source of a data mixture since step 0, including before a resume.
+    """A callback with metrics of a data mixture: tokens and epochs of each source since step 0.
 
-    The weights in `train_data` are shares of sequences. Shares of tokens differ from the weights
-    if some sources have more padding. A run on one dataset has no such metrics.
+    Steps before a resume count. The weights in `train_data` are shares of sequences. Shares of
+    tokens differ from the weights if some sources have more padding.
     """
 
     @override
     def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
-        """Keep the loader, which counts the tokens of each source."""
+        """Store the train loader, which counts the tokens of each source."""
         self.loader: TrainLoader = kwargs["train_dataloader"]
 
     def metrics(self) -> dict[str, float]:
-        """Return tokens_seen/SOURCE, tokens_share/SOURCE and epochs/SOURCE; {} for one source.
+        """Return tokens_seen/SOURCE, tokens_share/SOURCE and epochs/SOURCE of each source.
 
-        The metrics include the steps that Throughput has counted.
+        Return {} if the run has one source. Throughput must have counted the step's tokens before.
         """
         seen, sampler = self.loader.tokens_seen, self.loader.batch_sampler
         if len(seen.names) == 1:
@@ -55,11 +55,11 @@ class MixtureShares(TrainerCallback):
 
 
 class Throughput(TrainerCallback):
-    """Speed over the steps since the last training log, without evaluations and saves.
+    """A callback with speed metrics over the steps since the last training log.
 
-    Trainer waits for the device at each training log, and the clock is read after this wait. At
-    other steps the host does not wait, except before an evaluation or a save, which would wait
-    anyway.
+    The time of evaluations and saves is left out. Trainer waits for the device at each training
+    log, and the clock is read after this wait. Between logs, the host waits for the device only
+    before an evaluation or a save, which would wait anyway.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Throughput(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
-        """Keep the loader; prepare to count FLOPs and the time that this rank computes."""
+        """Store the train loader; prepare to count FLOPs and the time that this rank computes."""
         self.loader: TrainLoader = kwargs["train_dataloader"]
         self.world_size = args.world_size
         if "model" in kwargs:
@@ -87,7 +87,7 @@ class Throughput(TrainerCallback):
         self.elapsed_s = 0.0
 
     def _count_flops(self, model: Any, device: torch.device) -> None:
-        """Compute and log the model FLOPs per token, and the GPU's peak if it is known."""
+        """Compute and log the model's FLOPs per token; log the GPU's peak FLOP/s if known."""
         shares = self.loader.batch_sampler.order.shares()
         seen = effective_length(self.loader.dataset.plans, shares)
         try:
@@ -108,7 +108,7 @@ class Throughput(TrainerCallback):
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Count the time and tokens of the step; time the first step of this process separately."""
+        """Add the step's time and tokens. The first step of this process is timed separately."""
         self.step, first = state.global_step, self.window_step is None
         interrupted = first or control.should_evaluate or control.should_save
         if interrupted and args.device.type == "cuda":
@@ -132,7 +132,7 @@ class Throughput(TrainerCallback):
         self.graphs += self.graphs_before - graphs_before
 
     def _leave_out(self, *_: Any, **__: Any) -> None:
-        """Restart the clock, so that the time since its last reading is not part of a step."""
+        """Read the clock without adding the time since the last reading to the steps' time."""
         self.counted_until = self.clock()
         dynamo = sys.modules.get("torch._dynamo.utils")  # absent until something is compiled
         # The number of graphs that torch has compiled in this process or loaded from its cache.
@@ -146,7 +146,7 @@ class Throughput(TrainerCallback):
         self.window_tokens = self.loader.tokens_seen.count(self.step)
 
     def metrics(self) -> dict[str, float]:
-        """Return the speed metrics since the last training log; collective over ranks."""
+        """Return {name: value} of the speed metrics since the last training log; collective."""
         assert self.window_step is not None, "metrics() belongs to a training log, after a step"
         steps = self.step - self.window_step
         self._count_time()
@@ -180,10 +180,10 @@ class Throughput(TrainerCallback):
 class OwnTime:
     """A timer of the seconds that a rank computes, without waits for other ranks.
 
-    DDP: forward passes and backward passes down to the embedding are timed, because no collective
-    delays them. FSDP, DeepSpeed and context parallelism (`exchanges`): both passes wait for other
-    ranks, so each rank times a fixed matrix product every PROBE_S instead. On a GPU, CUDA events
-    measure the passes.
+    Under DDP, forward passes and backward passes down to the embedding are timed, because no
+    collective delays these passes. On a GPU, CUDA events measure them. Under FSDP, DeepSpeed and
+    context parallelism (`exchanges`) both passes wait for other ranks. Each rank then times a fixed
+    matrix product every 10 s instead.
     """
 
     def __init__(self, model: Any, device: torch.device, exchanges: bool = False):
@@ -226,7 +226,7 @@ class OwnTime:
             self.seconds += begin.elapsed_time(end) / 1000 if self.on_gpu else end - begin
 
     def take(self) -> tuple[float, float]:
-        """Return seconds of passes since the last call, and of a matrix product; 0: not timed."""
+        """Return the seconds of passes since the last call, and of a matrix product; else 0."""
         own_s, self.seconds = self.seconds, 0.0
         if self.waits and time.monotonic() - self.probed >= PROBE_S:
             self.product_s = min(self._product_s() for _ in range(3))
@@ -234,7 +234,7 @@ class OwnTime:
         return own_s, self.product_s
 
     def _product_s(self) -> float:
-        """Return the seconds of a matrix product (GPU: 0.2 TFLOP, 16 MiB). The device must idle."""
+        """Return the seconds of a matrix product (GPU: 0.2 TFLOP, 16 MiB) on an idle device."""
         size, kind, runs = (2048, torch.bfloat16, 10) if self.on_gpu else (512, torch.float, 1)
         factor, begin = torch.ones(size, size, dtype=kind, device=self.device), time.perf_counter()
         for _ in range(runs):
@@ -245,11 +245,11 @@ class OwnTime:
 
 
 def slowest_rank(ranks: list[tuple[float, float, float, float]]) -> dict[str, float]:
-    """Return the metrics slowest_rank and slowest_cost (share of a step that other ranks wait).
+    """Return the metrics slowest_rank and slowest_cost, the share of a step that others wait.
 
     `ranks` has for each rank: elapsed seconds, seconds of waiting for batches, and both results of
     `OwnTime.take`. If matrix products were timed, the rank with the slowest product is assumed to
-    compute all the time. A rank whose product takes half as long computes half of the time.
+    compute all the time. A rank whose product takes half as long then computes half of the time.
     """
     elapsed_s, longest = max(rank[0] for rank in ranks), max(rank[3] for rank in ranks)
     busy_s = [

@@ -28,7 +28,10 @@ NAMED = 4  # documents in the message; nonfinite-step-N.json lists all
 
 @dataclass(frozen=True)
 class Finding:
-    """Non-finite losses, gradient norm and weights of one rank at a step (from 0), or a spike."""
+    """Non-finite losses, gradient norm and weights of a rank in one step, or a loss spike.
+
+    Steps are counted from 0.
+    """
 
     rank: int
     step: int
@@ -41,13 +44,13 @@ class Finding:
 class NonFiniteGuard(TrainerCallback):
     """A guard that ends the run when a loss or gradient of any rank is NaN or infinite.
 
-    The trainer calls `take_loss` and `take_step` with each loss and gradient norm, and `settle`
-    before an evaluation or a save. Losses and norms are copied to the host asynchronously, and the
-    ranks compare findings one step later, so no step waits.
+    The trainer calls `take_loss` with each micro-batch's loss, `take_step` with each step's
+    gradient norm, and `settle` before an evaluation or a save. Losses and norms are copied to the
+    host asynchronously, and the ranks exchange their findings one step later, so no step waits.
 
     judges_gradients: whether gradient norms are checked; False if a loss scaler (fp16) handles
-    their overflow. context_parallel: the number of ranks that share a micro-batch. on_spike: "stop"
-    also ends the run when rank 0 finds a spike in the logged loss.
+    overflow of gradients. context_parallel: the number of ranks that share a micro-batch. on_spike:
+    if "stop", the run also ends when rank 0 finds a spike in the logged loss.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class NonFiniteGuard(TrainerCallback):
         self.losses.append(loss.detach().float().clone())
 
     def take_step(self, step: int, gradient_norm: torch.Tensor | float | None) -> None:
-        """Start to copy the losses and gradient norm of a step (from 0) to the host."""
+        """Start to copy a step's losses and gradient norm to the host. Steps begin at 0."""
         if not self.losses:
             return  # at the end of an epoch Trainer calls again for the same step
         norm = gradient_norm if self.judges_gradients and gradient_norm is not None else 0.0
@@ -96,7 +99,7 @@ class NonFiniteGuard(TrainerCallback):
 
     @override
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Raise NotFiniteError or SpikeError if any rank has a finding of an earlier step."""
+        """Raise NotFiniteError or SpikeError if any rank has a finding in an earlier step."""
         assert self.agreement is not None, "on_train_begin comes first"
         self._read(wait=False)
         if self.agreement.result():
@@ -106,7 +109,8 @@ class NonFiniteGuard(TrainerCallback):
     def settle(self, model: nn.Module | None = None) -> None:
         """Check the losses and gradient norms of all steps so far, and the weights of a `model`.
 
-        Raises NotFiniteError or SpikeError on all ranks. Waits for the device. Collective.
+        If there is a finding on any rank, raises NotFiniteError or SpikeError on all ranks. Waits
+        for the device. Collective.
         """
         if self.agreement is None:
             return  # training has ended, and all steps are checked
@@ -145,7 +149,7 @@ class NonFiniteGuard(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **__: Any) -> None:
         """Store a finding on rank 0 if the logged loss is a spike.
 
-        The loss is compared with earlier losses, including losses before a resume.
+        The logged loss is compared with the losses in earlier logs, also from before a resume.
         """
         if self.on_spike == "none" or "loss" not in logs or self.rank:
             return
@@ -167,7 +171,7 @@ class NonFiniteGuard(TrainerCallback):
 
 
 def spoilt_weights(model: nn.Module) -> list[str]:
-    """Return the names of this rank's trained parameters with a NaN or infinity; one GPU sync."""
+    """Return the names of trained parameters with a NaN or infinity on this rank; one GPU sync."""
     names, largest = [], []
     for name, parameter in model.named_parameters():
         part: Any = parameter
@@ -188,11 +192,11 @@ def spoilt_weights(model: nn.Module) -> list[str]:
 def write_report(
     found: Sequence[Finding], loader: TrainLoader, run: Path, context_parallel: int = 1
 ) -> str:
-    """Write nonfinite-step-N.json for the earliest step in `found`; return the error message.
+    """Write nonfinite-step-N.json on the earliest step in `found`; return the error message.
 
-    The file lists the documents of the micro-batches with a NaN or infinite loss. If all losses are
-    finite, it lists the documents of the global batch. `context_parallel` ranks share a
-    micro-batch.
+    `found`: the findings of all ranks. The file lists the documents of the micro-batches with a NaN
+    or infinite loss. If all losses are finite, the file lists the documents of the global batch.
+    `context_parallel`: the number of ranks that share a micro-batch.
     """
     found = [finding for finding in found if finding.spike is None]
     step = min(finding.step for finding in found)

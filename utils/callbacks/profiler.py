@@ -21,9 +21,9 @@ NAME_LENGTH = 90  # characters of a kernel's name; names of C++ templates have t
 class ProfilerWindow(TrainerCallback):
     """A profiler of steps `first` to `stop` - 1 on rank 0. Its files are in `output_dir`/profile.
 
-    Each step has a label in the trace. The table includes evaluations and saves between these
-    steps, and its heading lists them. If torch's profiler fails, the run logs a warning and
-    continues.
+    Each step has a label in the trace. The table of kernels includes evaluations and saves between
+    these steps, and the table's heading lists them. If torch's profiler fails, the run logs a
+    warning and continues.
     """
 
     def __init__(self, first: int, stop: int, output_dir: Path):
@@ -34,7 +34,7 @@ class ProfilerWindow(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Leave out steps that were trained before a resume; log if no step is left to profile."""
+        """Leave out steps that were trained before a resume. Log if no step to profile is left."""
         self.device, begun = args.device, state.global_step + 1
         self.first = max(self.first, begun)
         self.records = state.is_world_process_zero
@@ -46,7 +46,7 @@ class ProfilerWindow(TrainerCallback):
 
     @override
     def on_step_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Start the profiler before step `first`; open a record_function for each profiled step."""
+        """Start the profiler before step `first`. Begin the label of each profiled step."""
         step = state.global_step + 1
         if not self.records or not self.first <= step < self.stop:
             return
@@ -65,7 +65,7 @@ class ProfilerWindow(TrainerCallback):
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Close the record_function; write the trace after the last profiled step or at a stop."""
+        """End the step's label. Write the files after the last profiled step or at a stop."""
         done = state.global_step
         if self.mark is not None:
             self.mark.__exit__(None, None, None)
@@ -79,7 +79,7 @@ class ProfilerWindow(TrainerCallback):
 
     @override
     def on_train_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Write the trace of the steps so far if the run ended before step `stop` - 1."""
+        """Write the files for the steps so far if the run ends before step `stop` - 1."""
         self._finish(state.global_step)
 
     def _wait(self) -> None:

@@ -1,4 +1,4 @@
-"""The progress of this rank: its phase, step and micro-batch."""
+"""The progress of this rank: the phase of the run, the step and the micro-batch."""
 
 import time
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from utils.host.run_lock import note_phase
 
 
 class Phase(StrEnum):
-    """A phase of a run. status.py, the live view and hang.txt show its value as text."""
+    """A phase of a run. Its value is the text in status.py, the live view and hang.txt."""
 
     START = "starting"
     LOAD = "loading a checkpoint"
@@ -23,14 +23,15 @@ class Phase(StrEnum):
 
 @dataclass
 class Progress:
-    """The current phase of this rank; the trainer sets the fields.
+    """The current phase, step and micro-batch of this rank. The trainer sets the fields.
 
     step    the current step while training, otherwise the last finished step
     since   the time at which the phase began, by time.monotonic()
     shape   (sequences, tokens) of the last micro-batch
     tokens  number of tokens in each sequence of the last micro-batch, without padding:
             (sequences,), on the CPU
-    split   name of the held-out split in evaluation; `batches_done` of its `batches` are evaluated
+    split   name of the held-out split that is evaluated. This rank evaluates `batches`
+            micro-batches of the split, and has done `batches_done` of them.
     """
 
     phase: Phase = Phase.START
@@ -44,12 +45,12 @@ class Progress:
     first_step: int | None = None  # the first step that this process trains
 
     def begin(self, phase: Phase, step: int) -> None:
-        """Begin a phase. status.py shows the phase after the run's next heartbeat."""
+        """Set the current phase and step. status.py shows the phase after the next heartbeat."""
         self.phase, self.step, self.since, self.split = phase, step, time.monotonic(), ""
         note_phase(phase)
 
     def begin_step(self, step: int) -> None:
-        """Begin a training step, in phase FIRST_STEP if it is the first step of this process."""
+        """Set the phase of a training step: FIRST_STEP in this process's first step, else TRAIN."""
         if self.first_step is None:
             self.first_step = step
         self.begin(Phase.FIRST_STEP if step == self.first_step else Phase.TRAIN, step)
@@ -61,5 +62,5 @@ class Progress:
         self.tokens = batch["sequence_tokens"]
 
     def begin_split(self, split: str, batches: int) -> None:
-        """Begin the evaluation of a held-out split. batches: number of its batches on this rank."""
+        """Set the held-out split that is evaluated next, and this rank's micro-batches of it."""
         self.split, self.batches_done, self.batches = split, 0, batches

@@ -1,4 +1,4 @@
-"""A check after a resume on other nodes: repeated steps give the same loss and gradient norm."""
+"""A check after a resume on other nodes: repeated steps must have equal losses and norms."""
 
 import logging
 import math
@@ -34,10 +34,10 @@ Values = Mapping[str, Any]  # a line of metrics.jsonl, or an element of `starts`
 
 
 class ResumeCheck(TrainerCallback):
-    """A check of the first `count` training logs after a resume against logs of earlier nodes.
+    """A callback that compares the first `count` logs after a resume with the earlier nodes' logs.
 
-    `journal` has earlier logs of these steps if the run ended some steps after its last checkpoint.
-    The resumed run repeats these steps anyway. deterministic: full_determinism is on.
+    If the run ended some steps after its last checkpoint, the resumed run repeats these steps, and
+    `journal` has their earlier logs. deterministic: true if full_determinism is on
     """
 
     def __init__(self, count: int, deterministic: bool, journal: Journal):
@@ -46,7 +46,7 @@ class ResumeCheck(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Find the steps to compare; collective after a resume."""
+        """Set `due`, the steps to compare; collective after a resume."""
         self.resumed_at = state.global_step
         lines, self.journal.earlier = self.journal.earlier, []
         if self.count and self.resumed_at:
@@ -84,7 +84,10 @@ class ResumeCheck(TrainerCallback):
             on_rank_0(lambda: self._compare(step, logs))
 
     def _compare(self, step: int, logs: Values) -> None:
-        """Log that the nodes agree, or rename the new checkpoints and raise UnfitClusterError."""
+        """Compare the logs of a step (`logs` is the new one); log that the nodes agree.
+
+        If the logs differ, rename the checkpoints since the resume and raise UnfitClusterError.
+        """
         there, here = (", ".join(one["launch"]["hosts"]) for one in (self.then, self.now))
         text = difference(self.logs[step], logs, self.exact)
         if not text:
@@ -124,13 +127,14 @@ class ResumeCheck(TrainerCallback):
 def logs_after(
     step: int, lines: Iterable[Values], starts: Sequence[Values]
 ) -> tuple[int, dict[int, Values]]:
-    """Return the index in `starts` of the first start that logged steps after `step`, and its logs.
+    """Return the first start that logged steps after `step`, as index in `starts`, and its logs.
 
-    A start is one execution of the script. step: the step of a checkpoint. lines: of metrics.jsonl.
-    starts: of provenance.json. Two kinds of logs are left out. Logs before a later resume from an
-    earlier step belong to other weights. Logs of starts that `starts` lacks have no known nodes: a
-    checkpoint adopted from another directory has the metrics.jsonl of all starts, but only the
-    provenance.json of the starts until the checkpoint's save.
+    A start is one execution of the script. The logs are {step: line of metrics.jsonl}. step: the
+    step of a checkpoint. lines: the lines of metrics.jsonl. starts: the starts in provenance.json.
+    Two kinds of logs are left out. Logs before a later resume from an earlier step belong to other
+    weights. Logs of a start that `starts` lacks have no known nodes. If a checkpoint was adopted
+    from another directory, metrics.jsonl has the logs of all starts, and provenance.json only the
+    starts until the checkpoint's save.
     """
     logs: dict[int, Values] = {}
     began = [datetime.fromisoformat(start["time"]).timestamp() for start in starts]
@@ -153,7 +157,10 @@ def logs_after(
 def logs_by_host(
     steps: Sequence[int], lines: Iterable[Values], starts: Sequence[Values], but: int
 ) -> list[tuple[int, str, Values]]:
-    """Return (step, host names, log) of `steps` from all starts except the start at index `but`."""
+    """Return a list of (step, host names, log) for `steps`, without the start with index `but`.
+
+    A start is one execution of the script. lines, starts: see `logs_after`
+    """
     began = [datetime.fromisoformat(start["time"]).timestamp() for start in starts]
     found, index = [], but
     for line in lines:
@@ -166,7 +173,10 @@ def logs_by_host(
 
 
 def difference(old: Values, new: Values, exact: bool) -> str:
-    """Return a text on the metrics that differ too much, or "". exact: report any difference."""
+    """Return a text on metrics that differ too much between two logs of a step, or "".
+
+    exact: true if any difference is too much
+    """
     texts = []
     for name, share, least in LIMITS:
         if name in old and name in new:

@@ -1,4 +1,4 @@
-"""Stops and saves at the same step on all ranks, by a signal, STOP or SAVE file, or time limit."""
+"""Stops and saves at the same step on all ranks: by signals, STOP and SAVE files, time limits."""
 
 import datetime
 import logging
@@ -40,15 +40,16 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationInterrupted(Exception):
-    """Raised on all ranks at the same evaluation batch to stop. A resumed run evaluates first."""
+    """Raised on all ranks to stop in an evaluation. A resumed run repeats the evaluation first."""
 
 
 class Deadline:
-    """The end of a time limit, and the time that a run needs to stop before this end.
+    """A time limit of the run, and an estimate of the time that a stop needs before the limit.
 
     A stop needs time for a save and two steps: rank 0 reads the clock only after a step, and the
-    ranks agree during the next step. A save that is still being written in the background needs
-    time as well. total_s: the seconds left at `now`. name: the limit's name for the log.
+    ranks agree on the stop during the next step. If an earlier save is still being written in the
+    background, this takes time as well. total_s: the seconds from `now` to the limit. name: the
+    limit's name in the log.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Deadline:
         self.steps_s: deque[float] = deque([0.0], maxlen=RECENT_EVENTS)
 
     def reason(self, now: float) -> str | None:
-        """Return a text on why the run must stop now, or None."""
+        """Return the reason as text if the run must stop now, or None if there is enough time."""
         left_s, step_s = self.ends_at - now, max(self.steps_s)
         saves_s = (save.stall_s + save.write_s for save in self.checkpoints.saves)
         save_s = max(saves_s, default=self.guessed_save_s)
@@ -79,20 +80,21 @@ class Deadline:
 class StopWatch(TrainerCallback):
     """A callback that stops or saves after a step or evaluation batch if any rank requests it.
 
-    Stop: a file STOP in the run directory, a signal to any rank, the time limit or max_gpu_hours.
-    The run ends with a checkpoint. A stop interrupts an evaluation (`EvaluationInterrupted`) or
-    replaces an evaluation that is due at the same step. A resumed run then begins with the whole
-    evaluation.
+    A stop is requested by a file STOP in the run directory, a signal to any rank, the time limit or
+    max_gpu_hours. The run ends with a checkpoint. A stop interrupts an evaluation
+    (`EvaluationInterrupted`) and cancels an evaluation that is due at the same step. A resumed run
+    then begins with the whole evaluation.
 
-    Save: a file SAVE, or a last checkpoint older than `save_minutes` (0: never). The run continues.
+    A save is requested by a file SAVE, or if the last checkpoint is older than `save_minutes` (0:
+    never). The run continues.
 
-    Each rank checks for signals, and rank 0 for all other reasons, at most once a second. If a
+    At most once a second, each rank checks for signals, and rank 0 for all other reasons. If a
     background save failed on any rank, all ranks raise an error.
 
-    stopped           whether the run ended early; rank 0 has the `reason` as text
-    spent             whether the run ended early because of max_gpu_hours
-    evaluation_due    whether a resumed run must evaluate the current step first
-    unscheduled_save  whether only this callback asked for the save of the current step
+    stopped           true if the run was stopped early; rank 0 has the `reason` as text
+    spent             true if the run was stopped early because of max_gpu_hours
+    evaluation_due    true if a resumed run must evaluate the current step first
+    unscheduled_save  true if only this callback requested the save of the current step
     """
 
     def __init__(  # noqa: PLR0913 - the last four are sources of times and requests
@@ -121,18 +123,18 @@ class StopWatch(TrainerCallback):
         self.first_step = True
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore `evaluation_due` from a checkpoint's values."""
+        """Restore `evaluation_due` from a checkpoint's values (`saved`)."""
         self.evaluation_due = saved.get("evaluation_due", False)
 
     def state(self) -> dict[str, Any]:
-        """Return a dict to store in a checkpoint: whether a resumed run must evaluate first."""
+        """Return {key: whether a resumed run must evaluate first} to store in a checkpoint."""
         return {"evaluation_due": self.evaluation_due}
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         """Read the time limits; begin the first all-reduce of the ranks' requests.
 
-        In a resumed run, let Trainer evaluate first if a stop had replaced an evaluation.
+        If a stop interrupted or canceled an evaluation before a resume, let Trainer evaluate first.
         """
         if state.global_step:
             args.eval_on_start = self.evaluation_due  # the user's value is not for resumed runs
@@ -170,7 +172,7 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Stop the run, or save and continue, if any rank has requested this."""
+        """Request a stop or a save from Trainer if any rank has received such a request."""
         self.step = state.global_step
         if self.first_step:
             self.first_step, self.last_event = False, self.clock()
@@ -193,9 +195,10 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_prediction_step(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Raise EvaluationInterrupted if a stop is requested; save afterwards if a save is.
+        """Raise EvaluationInterrupted if a stop is requested.
 
-        All ranks have the same number of batches, so all ranks stop at the same batch.
+        If a save is requested, Trainer saves after the evaluation. All ranks have the same number
+        of evaluation batches, so all ranks stop at the same batch.
         """
         if self.agreement is None:
             return  # the evaluation of a finished run
@@ -209,7 +212,10 @@ class StopWatch(TrainerCallback):
             raise EvaluationInterrupted
 
     def _take_turn(self) -> int:
-        """Return the largest request of all ranks (last all-reduce); begin the next all-reduce."""
+        """Return the largest request of all ranks, and begin the next all-reduce of requests.
+
+        With several ranks, these are the requests at the previous call.
+        """
         assert self.agreement is not None, "on_train_begin comes first"
         self._count_event()
         alone = self.agreement.group is None
@@ -234,9 +240,10 @@ class StopWatch(TrainerCallback):
         self.saved_since_turn = False
 
     def _look(self) -> int:
-        """Return this rank's request: NOTHING, SAVING, STOPPING + rank, SPENT or FAILED.
+        """Return this rank's request, a number: NOTHING, SAVING, STOPPING + rank, SPENT or FAILED.
 
-        A request to stop remains until the run ends.
+        SPENT: max_gpu_hours are used. FAILED: a background save failed. A request to stop remains
+        until the run ends.
         """
         if self.checkpoints.failed:
             return FAILED
@@ -271,7 +278,7 @@ class StopWatch(TrainerCallback):
             return set()
 
     def _consume(self, *names: str) -> None:
-        """Forget a fulfilled request to save; rank 0 removes the files `names`."""
+        """Forget this rank's request to save; rank 0 removes the files `names` (STOP, SAVE)."""
         if self.found < STOPPING:
             self.found = NOTHING
         if self.rank == 0:
@@ -290,7 +297,7 @@ class StopWatch(TrainerCallback):
     def _ask_for_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl
     ) -> None:
-        """Let Trainer save at this step; set `unscheduled_save` if no save was scheduled."""
+        """Request a save from Trainer; set `unscheduled_save` if the step had no scheduled save."""
         last = state.global_step >= state.max_steps
         scheduled = control.should_save or (last and args.save_strategy == SaveStrategy.EPOCH)
         self.unscheduled_save |= not scheduled
@@ -298,20 +305,20 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Cancel Trainer's log, evaluation and save at the epoch's end after a stop."""
+        """After a stop, cancel the log, evaluation and save that Trainer does at an epoch's end."""
         if self.stopped:
             control.should_log = control.should_evaluate = control.should_save = False
 
     @override
     def on_save(self, *_: Any, **__: Any) -> None:
-        """Forget a fulfilled request to save; do not count the save as time of a step."""
+        """Forget requests to save; restart the clock, so that the save is not part of a step."""
         self.save_due, self.saved_since_turn = False, True
         self.saved_at = self.last_event = self.clock()
         if self.found == SAVING:
             self.found = NOTHING
 
     def _count_event(self, *_: Any, **__: Any) -> None:
-        """Add the time since the last event to the times from which a step is estimated."""
+        """Store the time since the last event; the time of a step is estimated from such times."""
         before, self.last_event = self.last_event, self.clock()
         for deadline in (self.deadline, self.budget):
             if deadline is not None and before is not None:
@@ -332,7 +339,7 @@ class StopWatch(TrainerCallback):
 def remove_stale_requests(output_dir: Path) -> None:
     """Remove STOP and SAVE files left by an earlier job of this run, and log a warning.
 
-    A file newer than the begin of this job (STOKER_JOB_BEGAN) is a request to this job and stays.
+    A file that is newer than this job's begin (STOKER_JOB_BEGAN) stays: it is for this job.
     """
     began = os.environ.get(JOB_BEGAN, "")
     for name in (STOP, SAVE):

@@ -1,4 +1,4 @@
-"""A watchdog for runs without progress. hang.txt has the stacks and collectives of all ranks."""
+"""A watchdog that ends hanging runs and writes hang.txt: stacks and collectives of all ranks."""
 
 import dataclasses
 import faulthandler
@@ -42,15 +42,15 @@ _SHOWN = ("utils/checkpoints/", "utils/data/", "torch/utils/data/")
 class HangWatch(TrainerCallback):
     """A watchdog that ends the process with exit code 76 after ``timeout_s`` without progress.
 
-    Each Trainer event counts as progress (a "beat"), and a thread watches the count. Phases other
-    than a usual training step may take three times as long. A rank without progress logs its
-    stack, writes hang/rank-N.json and a note for the launcher (utils/launch/verdict.py), and ends.
-    After the first such note, other ranks end after half of the allowed time without progress. The
-    lowest rank that hangs writes hang.txt from all rank-N.json files, and logs which rank the
-    others waited for.
+    Each Trainer event counts as progress (a "beat"), and a thread watches the number of beats. The
+    first step, evaluations, saves and the export may take three times as long. A rank without
+    progress logs its stack, writes hang/rank-N.json and a note for the launcher
+    (utils/launch/verdict.py), and ends. After the first such note, the other ranks end after half
+    of ``timeout_s`` without progress. The lowest rank that hangs writes hang.txt from all
+    rank-N.json files, and logs which rank the other ranks waited for.
 
-    The thread runs from ``on_train_begin`` until ``leave``; timeout_s 0 starts no thread. All ranks
-    have the same events, so their counts can be compared. ``hosts`` has the host name of each rank.
+    The thread runs from ``on_train_begin`` until ``leave``, and never with timeout_s 0. All ranks
+    have the same events, so their beats can be compared. ``hosts``: the host name of each rank.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HangWatch(TrainerCallback):
         threading.Thread(target=self._watch, name="hang watch", daemon=True).start()
 
     def _beat(self, *event: Any, **_: Any) -> None:
-        """Count a Trainer event as progress. Only the thread reads the clock, so this is fast."""
+        """Count a Trainer event as progress. The watch thread reads the clock, not this method."""
         _args, state, *_control = event
         self.step = state.global_step
         self.beats += 1
@@ -84,14 +84,14 @@ class HangWatch(TrainerCallback):
     on_prediction_step = on_train_end = _beat
 
     def leave(self) -> None:
-        """Stop watching. If a hang is being reported, block until the report ends the process."""
+        """End the watch thread. If it is reporting a hang, wait until it ends the process."""
         with self.ending:
             self.left.set()
 
     def look(self) -> float:
-        """Return the time without progress divided by the allowed time; 1 or more is a hang.
+        """Return the time without progress as share of the allowed time; 1 or more is a hang.
 
-        Time during which the whole process was suspended (SIGSTOP, a suspended job) does not count.
+        Time in which the whole process was suspended (SIGSTOP, a suspended job) does not count.
         """
         now = self.clock()
         if self.beats != self.beats_seen:
@@ -113,7 +113,7 @@ class HangWatch(TrainerCallback):
                 return
 
     def _give_up(self) -> None:
-        """Report where this rank hangs and which rank is at fault, then end the process."""
+        """Report where this rank hangs and which rank caused the hang, then end the process."""
         limit = threading.Timer(LAST_WORDS_LIMIT_S, self.end, [ExitCode.LOST_RANK])
         limit.daemon = True
         limit.start()
@@ -142,7 +142,10 @@ class HangWatch(TrainerCallback):
         self.end(ExitCode.LOST_RANK)
 
     def _judge(self) -> None:
-        """Log the rank at fault, found from all ranks' notes. The lowest rank writes hang.txt."""
+        """Find the rank that caused the hang in all ranks' notes, and leave it for the launcher.
+
+        The lowest rank that hangs logs the result and writes hang.txt.
+        """
         end = time.monotonic() + OTHERS_LIMIT_S
         while len(records := read_records(self.output_dir, self.began)) < len(self.hosts):
             if time.monotonic() > end:
@@ -197,16 +200,16 @@ def leave_record(output_dir: Path, note: Note, phase: str) -> None:
 
 
 def read_records(output_dir: Path, since: float) -> dict[int, dict[str, Any]]:
-    """Return {rank: content of its hang/rank-N.json} for files written after `since` (unix s)."""
+    """Return {rank: content of its hang/rank-N.json}; files before `since` (unix s) are ignored."""
     paths = sorted((output_dir / FOLDER).glob("rank-*.json"))
     records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     return {each["note"]["rank"]: each for each in records if each["note"]["time"] >= since}
 
 
 def last_and_pending(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """Return {process group: texts of its last completed and first pending collective}.
+    """Return {process group: {"completed": last completed, "pending": first pending collective}}.
 
-    entries: collectives that torch's flight recorder has recorded, in order of time.
+    A collective is a text. entries: torch's flight recorder's records of collectives, oldest first.
     """
     groups: dict[str, dict[str, str]] = {}
     for entry in entries:
@@ -223,9 +226,10 @@ def last_and_pending(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str
 
 
 def compare(records: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
-    """Return text lines with the collectives of all ranks by process group; mark mismatches.
+    """Return lines of text with the collectives of all ranks, by process group.
 
-    records: the contents of hang/rank-N.json by rank. hosts: the host name of each rank.
+    A group whose ranks are in different collectives is marked MISMATCH. records: {rank: content of
+    hang/rank-N.json}. hosts: the host name of each rank.
     """
     lines = []
     for group in sorted({name for record in records.values() for name in record["groups"]}):
@@ -249,8 +253,8 @@ def write_page(
 ) -> None:
     """Write hang.txt. Ranks with equal stacks share one paragraph. Raises OSError.
 
-    verdict: a text on the rank at fault. step: the last finished step. records, hosts: see
-    `compare`.
+    verdict: a text on the rank that caused the hang. step: the last finished step. records, hosts:
+    see `compare`.
     """
     utc = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     lines, under_way = [f"{utc}: the run hung after step {step}.", verdict], compare(records, hosts)
@@ -270,7 +274,7 @@ def write_page(
 
 
 def _grouped(texts: Mapping[int, str], hosts: Sequence[str]) -> list[str]:
-    """Return a line for each distinct text: `ranks 0-2, 4 on n1; rank 7 on n2: TEXT`."""
+    """Return one line per distinct text in {rank: text}: `ranks 0-2 on n1; rank 7 on n2: TEXT`."""
     lines = []
     for text in dict.fromkeys(texts.values()):
         parts = []

@@ -184,10 +184,7 @@ class TokenCounts:
     """
 
     def __init__(self, in_step: Callable[[int], np.ndarray], names: Sequence[str]):
-        """`in_step(step)` returns the tokens of each source in a step, int64 (sources,).
-
-        Steps are counted from 0.
-        """
+        """`in_step(step)` returns a step's tokens by source, int64 (sources,). Steps begin at 0."""
         self.in_step, self.names = in_step, tuple(names)
         self.resume(0, {})
 

@@ -230,10 +230,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @property
     def accumulation_steps(self) -> int:
-        """Trainer's gradient_accumulation_steps, which is 1 if the global batch grows.
-
-        In this case training_step accumulates the gradients.
-        """
+        """Trainer's accumulation steps: 1 if the batch grows, because training_step accumulates."""
         return 1 if self.grows else self.accumulation_at(0)
 
     def size_at(self, step: int) -> int:
@@ -256,10 +253,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return self.samples_before(self.total_steps) / max(self.sizes.values())
 
     def sequences_of_step(self, step: int) -> np.ndarray:
-        """Return the sequence numbers of a step's global batch, int64 (global batch size,).
-
-        Steps are counted from 0.
-        """
+        """Return the sequence numbers of a step's global batch, int64. Steps are counted from 0."""
         first = self.samples_before(step)
         return self.order.sequences(np.arange(first, first + self.size_at(step)))
 

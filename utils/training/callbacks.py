@@ -64,10 +64,7 @@ class DataEpochs(TrainerCallback):
 
 
 class OwnCallbacks:
-    """The callbacks that the user names with --callbacks.
-
-    A checkpoint stores the attributes of callbacks that derive from transformers' ExportableState.
-    """
+    """The user's callbacks (--callbacks). Checkpoints store the state of each ExportableState."""
 
     def __init__(self, entries: Sequence[str]):
         self.made = {entry: callback_class(entry)() for entry in entries}
