@@ -1,10 +1,10 @@
 """Append to a finished dataset: `prepare_data.py --append` adds new sources to OUT/train.
 
-The new sources are prepared in OUT/.append, like any dataset. Then their Arrow files move to
-OUT/train under new names. The new documents belong to the dataset as soon as stoker.json is
-replaced; state.json follows. A reader of either file sees all new documents or none. The files of
-the old documents do not change. stoker.json keeps the old fingerprint, so a resumed run recognizes
-its data. After a kill, the same command finishes the append.
+OUT is output_dir. The new sources are prepared in OUT/.append, like any dataset. Then their Arrow
+files move to OUT/train under new names. A new stoker.json adds the new documents to the dataset.
+Then state.json is replaced. A reader of stoker.json or of state.json sees all new documents or
+none. The files of the old documents do not change. stoker.json keeps the old fingerprint, so a
+resumed run recognizes its data. If the append is killed, the same command finishes the append.
 """
 
 import fcntl
@@ -38,8 +38,8 @@ _HELD_OUT: dict[str, Any] = {"validation_fraction": 0.0, "eval_sources": []}
 def append(arguments: PreparationArguments) -> None:
     """Prepare new sources and add them to the train split of a finished dataset.
 
-    Raises ConfigurationError if OUT has no finished dataset, if tokenizer, chat template or
-    document format differ from the dataset's, if the dataset already has one of the sources, and if
+    Raises ConfigurationError if output_dir has no finished dataset, if tokenizer, chat template or
+    document format differ from the dataset's, if the dataset already has one of the sources, or if
     another append is running or unfinished.
     """
     folder = Path(arguments.output_dir)
@@ -75,7 +75,7 @@ def append(arguments: PreparationArguments) -> None:
 
 
 def _parts(described: Description) -> list[Mapping[str, Any]]:
-    """Return the entries in stoker.json about the first preparation and about each append."""
+    """Return a list: stoker.json's entry about the first preparation, then one for each append."""
     return [described.preparation, *described.preparation.get("appended", ())]
 
 
@@ -84,7 +84,7 @@ def _has_appended(described: Description, digest: str) -> bool:
 
 
 def _problems(planned: Preparation, described: Description) -> list[str]:
-    """Return the reasons why the planned documents cannot join the dataset; [] if they can."""
+    """Return the reasons why planned documents cannot join a finished dataset; [] if they can."""
     problems, plan = [], planned.plan
     if described.tokenizer.get("sha256") != planned.tokenizer_sha256:
         problems.append(
@@ -124,10 +124,11 @@ def _problems(planned: Preparation, described: Description) -> list[str]:
 
 @contextmanager
 def _sole_append(addition: Path, digest: str, *, shared: bool) -> Iterator[None]:
-    """Lock OUT/.append against other appends; with `shared`, other shards of this append may join.
+    """Hold a lock on OUT/.append, so that no other append runs at the same time.
 
-    addition: the folder OUT/.append. digest: hash of the sources and settings to append. Raises
-    ConfigurationError if another append holds the lock, or left unfinished work in the folder.
+    addition: the folder OUT/.append. digest: hash of the sources and settings to append. shared:
+    this append has several shards, which hold the lock together. Raises ConfigurationError if
+    another append holds the lock, or left unfinished work in the folder.
     """
     addition.mkdir(exist_ok=True)
     lock = os.open(addition, os.O_RDONLY | os.O_DIRECTORY)
@@ -161,7 +162,7 @@ def _sole_append(addition: Path, digest: str, *, shared: bool) -> Iterator[None]
 
 
 def _join(train: Path, addition: Path) -> None:
-    """Move the new Arrow files to `train`, and write a stoker.json for old and new documents."""
+    """Move the new Arrow files to OUT/train; write a stoker.json for old and new documents."""
     old = open_token_dataset(train).description  # refuses damaged files
     added = read_description(addition / TRAIN)
     assert added is not None, "finish_preparation has written it"
@@ -189,7 +190,7 @@ def _join(train: Path, addition: Path) -> None:
 
 
 def _finish(train: Path, addition: Path, described: Description) -> None:
-    """List all Arrow files in state.json (for `datasets`), and delete the folder OUT/.append."""
+    """Write the names of all Arrow files into state.json, for `datasets`; delete OUT/.append."""
     if [file.name for file in data_files(train)] != list(described.files):
         state = read_object(train / STATE_FILE)
         state["_data_files"] = [{"filename": name} for name in described.files]

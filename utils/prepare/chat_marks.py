@@ -32,9 +32,10 @@ LEFT_OUT = "the chat template leaves out {} (--chat_template takes one that prin
 
 
 class Mark(NamedTuple):
-    """A mark in a rendering. at: its index in the plain rendering. message: the message's index.
+    """A mark (rare letter) in a rendered chat. message: the index of the marked message.
 
-    kind: CONTENT, REASONING, CALL or NAME, the kind of the marked text.
+    at: the mark's index in the rendering without marks. kind: the kind of the marked text, CONTENT,
+    REASONING, CALL (an argument of a tool call) or NAME (the name of a called tool).
     """
 
     at: int
@@ -43,13 +44,14 @@ class Mark(NamedTuple):
 
 
 class MarkedChat:
-    """A chat, its copy with marks, and the positions of the marks in the plain rendering (`text`).
+    """A chat, a copy with marks (rare letters around its texts), and the marks' indices in `text`.
 
-    Marks surround the text between tags such as <think>. There is also a mark at the edge of a text
-    that begins or ends with a tag, and before an empty text. Raises UnusableRowError if marks
-    change what the template prints, for example if the template compares the start of texts.
-    `expected`: {(message index, kind): number of marks in a complete rendering}. `indices`: the
-    position of each mark in `text`. `marks_of`: {message index: indices of its marks in `marks`}.
+    text: the rendering without marks. Marks surround the pieces into which tags such as <think>
+    split a text. A text that begins or ends with a tag also has a mark at that edge. An empty text
+    may have one mark. Raises UnusableRowError if marks change what the template prints, for example
+    if the template compares the start of texts. expected: {(message index, kind): least number of
+    marks in a complete rendering}. indices: the index of each mark in `text`. marks_of: {message
+    index: indices of its marks in `marks`}.
     """
 
     def __init__(self, template: ChatTemplate, chat: ChatDocument, text: str):
@@ -90,17 +92,17 @@ class MarkedChat:
     def refused(
         self, index: int, problem: str, reason: str = "template_refused"
     ) -> UnusableRowError:
-        """Return an error that names message `index` and says why it cannot be trained on."""
+        """Return an UnusableRowError that names message `index` and the problem."""
         role = self.chat.messages[index]["role"]
         return UnusableRowError(reason, f"message {index} ({role}): {problem}")
 
     def bounds(self, message: int) -> tuple[int, int, int, int]:
-        """Return four indices in `text` that delimit a message's own texts.
+        """Return four indices in `text`: the edges of a message's texts and the neighbours' texts.
 
-        They are the end of the previous message, the start and the end of this message, and the
-        start of the next message, without the text that the template adds around messages. Raises
-        UnusableRowError if the message is not printed, or if another message is printed
-        inside it.
+        In order: the end of the previous message's texts, the start and the end of this message's
+        texts, and the start of the next message's texts. Without a neighbour, the first index is 0
+        and the last is the length of `text`. Raises UnusableRowError if the message is not printed,
+        or if another message is printed inside it.
         """
         if message not in self.marks_of:
             raise self.refused(message, "nothing of it is printed", "content_left_out")
@@ -115,11 +117,11 @@ class MarkedChat:
         return next(before, 0), start, stop, next(behind, len(self.text))
 
     def rendered(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        """Return the rendering of messages with this chat's tools and options. Marks are kept."""
+        """Render messages with this chat's tools and options; return the text, marks included."""
         return self._template.render(replace(self.chat, messages=messages), generation_prompt)
 
     def behind_words(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        """Render marked messages; return the text after the last mark, with any marks removed."""
+        """Render marked messages; return the text behind the last message's words, unmarked."""
         text, marks = self._without_marks(self.rendered(messages, generation_prompt))
         return text[max((mark.at for mark in marks if mark.message != NO_MESSAGE), default=0) :]
 
@@ -159,7 +161,11 @@ class MarkedChat:
         return {"type": name, name: self._text(part[name], index, kind, self._marks_empty)}
 
     def _text(self, text: str, index: int, kind: int, can_be_empty: bool = False) -> str:
-        """Return a text with marks around its parts between tags. Thoughts count as reasoning."""
+        """Return a text of message `index` with marks of a kind around its pieces between tags.
+
+        Pieces inside <think> and </think> get marks of the kind REASONING. can_be_empty: an empty
+        text gets one mark.
+        """
         if not text.strip():
             return self._mark(index, kind) + text if can_be_empty else text
         pieces = TAGS.split(text)
@@ -198,7 +204,7 @@ class MarkedChat:
         return {**call, "function": function}
 
     def _value(self, value: Any, index: int) -> Any:
-        """Return a JSON value with marks around every string. Keys get no marks."""
+        """Return a tool call's JSON value with marks around every string. Keys get no marks."""
         if isinstance(value, str):
             return self._text(value, index, CALL)
         if isinstance(value, Mapping):
@@ -229,8 +235,8 @@ class MarkedChat:
     def turns_without_thinking(self) -> set[int]:
         """Return the indices of messages that are rendered without their reasoning.
 
-        Many templates print reasoning in the last turn only. Raises UnusableRowError if any other
-        text of a message, or a tool, is not in the rendering.
+        Many templates leave out the reasoning of earlier turns. Raises UnusableRowError if the
+        rendering lacks the last turn's reasoning, any other text of a message, or a tool.
         """
         found = Counter((mark.message, mark.kind) for mark in self.marks)
         left_out = [key for key, expected in self.expected.items() if found[key] < expected]
@@ -255,7 +261,11 @@ class MarkedChat:
         return {index for index, _ in left_out}
 
     def _setting_that_prints(self, index: int, kind: int) -> str:
-        """Return the entry of THINKING_ON, as JSON, that makes the template print a text, or ""."""
+        """Return a template variable, as JSON, that makes the template print a left-out text.
+
+        Returns "" if no variable in THINKING_ON helps. index, kind: the message, and the kind of
+        its text.
+        """
         for setting in THINKING_ON:
             options = {**(self.chat.template_options or {}), **setting}
             chat = replace(self.chat, messages=self.messages, template_options=options)

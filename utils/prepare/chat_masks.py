@@ -1,11 +1,11 @@
-"""Loss masks of chats: the spans of a rendered chat that are trained on.
+"""Loss masks of chats: the spans (ranges of characters) of a rendered chat that are trained on.
 
 A template may have {% generation %} markers around the assistant's text. Without markers
 chat_turns.py finds the start and the end of each turn.
 
 Every chat is checked. The rendering must contain each message's text. The trained text of a turn
 must contain the message's text, the names, keys and numbers of its tool calls, and the token that
-ends the turn. It must not contain text of another message.
+ends the turn. The trained text must not contain text of another message.
 """
 
 import json
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MaskedChat:
-    """A rendered chat, and the spans of its trained text: [start, stop) in characters.
+    """A rendered chat, and its spans to train on: [start, stop) in characters.
 
-    starts: the start of each trained turn's first span. drops_thinking: the template leaves out
-    the reasoning of at least one trained turn.
+    starts: the start of each trained turn's first span. drops_thinking: the template leaves out the
+    reasoning of at least one trained turn.
     """
 
     text: str
@@ -77,7 +77,7 @@ class ChatMasks:
         return False
 
     def _check_roles(self, chat: ChatDocument) -> None:
-        """Raise UnusableRowError if no message is the user's and a role is nowhere known."""
+        """Raise UnusableRowError if no role is `user` and the template lacks one of the roles."""
         roles = dict.fromkeys(message["role"] for message in chat.messages)
         unknown = [
             role for role in roles if role not in OWN_ROLES and role not in self.template.source
@@ -112,7 +112,11 @@ class ChatMasks:
         return MaskedChat(text, trained_spans, starts, not without_thinking.isdisjoint(trained))
 
     def _check_spans(self, chat: MarkedChat, turn: int, spans: Sequence[Span], text: str) -> None:
-        """Raise UnusableRowError if `spans` miss a part of the turn or contain other messages."""
+        """Raise UnusableRowError if the spans to train on do not fit the turn with index `turn`.
+
+        The spans must contain the turn's texts, its tool calls and the token that ends the turn,
+        but no text of another message. text: the rendering.
+        """
         words = [chat.indices[number] for number in chat.marks_of.get(turn, ())]
         # The generation prompt may already have the tags that begin a text, such as <think>.
         start = spans[0][0] if spans else 0
@@ -144,11 +148,11 @@ class ChatMasks:
 def _spans_of_blocks(
     chat: MarkedChat, turns: Sequence[int], blocks: Sequence[Span]
 ) -> dict[int, list[Span]]:
-    """Return {turn: its {% generation %} blocks}. turns: the indices of the assistant's messages.
+    """Return {turn: spans of its {% generation %} blocks}. turns: indices of assistant messages.
 
-    Marks surround the text of each message (see chat_marks.py). A block belongs to the first turn
-    with marks inside the block. A block without such marks belongs to the first turn behind the
-    messages that are printed before the block.
+    Marks surround the texts of each message (see chat_marks.py). A block belongs to the first turn
+    with marks inside the block. A block without marks of a turn belongs to the first turn after the
+    messages with marks before the block.
     """
     own: dict[int, list[Span]] = {turn: [] for turn in turns}
     for start, stop in blocks:

@@ -133,7 +133,7 @@ class ChatTemplate:
 
     @cached_property
     def prints_ids(self) -> bool:
-        """Whether the template prints a call's id, but not its name (Kimi: id functions.NAME:0)."""
+        """Whether the template prints a call's id, not the tool's name (Kimi: functions.NAME:0)."""
         text = self._render_call({}, self._reads_objects)
         return "look_up" not in text and PROBE_ID in text
 
@@ -164,7 +164,7 @@ def _adapted_call(call: Mapping[str, Any], as_object: bool) -> dict[str, Any]:
 
 
 def has_thought(message: Message) -> bool:
-    """Return whether a message is an answer with reasoning."""
+    """Return whether a message is an answer with reasoning. An empty thought does not count."""
     said = str(message.get("content"))
     if message["role"] != ASSISTANT or EMPTY_THOUGHT.search(said):
         return False

@@ -37,16 +37,16 @@ Span = tuple[int, int]  # [start, stop), in characters
 class TurnDelimiter:
     """Finder of the start and the end of turns in the renderings of one template.
 
-    Names for the texts that the template prints around the words (own texts) of messages:
+    Names for what the template prints around a message's own texts (its words):
 
-    gap        between the words of the previous message and the words of the turn
-    following  between the words of the turn and the words of the next message
-    ended      behind the turn's words, if the turn is the last message of the chat
+    gap        from the previous message's words to the turn's words
+    following  from the turn's words to the next message's words
+    ended      behind the turn's words, if the chat ends with the turn
     continued  behind the turn's words, if another message follows
-    bare       behind the words of the message before the turn, if the chat ends with that
-               message and there is no generation prompt
+    bare       behind the previous message's words, if the chat ends there without a
+               generation prompt
 
-    stop: the tokenizer's EOS. added: a pattern of all added tokens, special or not.
+    stop: the tokenizer's EOS as text. added: a pattern of all added tokens, special or not.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: "PreTrainedTokenizerBase"):
@@ -61,11 +61,11 @@ class TurnDelimiter:
         (self._question,) = template.adapted([{"role": "user", "content": PROBE}])
 
     def spans(self, chat: MarkedChat, turns: Sequence[int]) -> tuple[dict[int, list[Span]], str]:
-        """Return {turn: its spans in the plain rendering}, and a text to append to the rendering.
+        """Return {turn: its spans to train on}, and a text to append to the rendering.
 
-        turns: message indices of the assistant's turns. The text to append ends the last turn; it
-        is "" if the template itself ends the turn. Raises UnusableRowError if a start or an end is
-        not found.
+        turns: message indices of the assistant's turns. Spans are in characters of the rendering.
+        The text to append ends the last turn. The text is "" if the template itself ends the turn.
+        Raises UnusableRowError if a start or an end is not found.
         """
         spans: dict[int, list[Span]] = {}
         closing, last = "", 0
@@ -90,7 +90,7 @@ class TurnDelimiter:
 
     @staticmethod
     def _key(chat: MarkedChat, turn: int, gap: str, following: str) -> tuple[Any, ...]:
-        """Return a cache key. Turns with equal keys have headers of equal length and equal ends."""
+        """Return a cache key. Turns with equal keys have equally long headers and equal ends."""
         given, messages = chat.chat, chat.chat.messages
         ids = [call.get("id") for call in messages[turn].get("tool_calls") or []]
         numbers = "|".join([*map(re.escape, filter(None, ids)), r"\d"])
@@ -106,7 +106,7 @@ class TurnDelimiter:
     # --- the start of a turn
 
     def _header_length(self, chat: MarkedChat, turn: int, gap: str) -> int:
-        """Return the index in `gap` where the header ends.
+        """Return the index in `gap` (the text before the turn's words) where the header ends.
 
         A header is a text such as <|im_start|>assistant. Raises UnusableRowError without a header.
         """
@@ -133,8 +133,8 @@ class TurnDelimiter:
     ) -> int:
         """Return the index in `gap` where the header ends, or -1 if `prompt` has another header.
 
-        The header is a text such as <|im_start|>assistant. bare, prompt: the texts behind the
-        previous message without and with generation prompt.
+        The header is a text such as <|im_start|>assistant. gap: the text before the turn's words.
+        bare, prompt: the texts behind the previous message without and with generation prompt.
         """
         closed = self._end_of_last_message(chat, turn, gap, bare)
         reply, _, _ = self._followed_by(chat, turn, {"role": ASSISTANT}).partition(PROBE)
@@ -162,9 +162,10 @@ class TurnDelimiter:
     def _header_before_difference(self, gap: str, prompt: str, closed: str, reply: str) -> int:
         """Return the index in `gap` where the header ends, or -1 if `prompt` has another header.
 
-        `gap` and `prompt` differ behind the header. For example, `gap` ends in <think></think>, and
-        `prompt` in <think> and a line break. closed: the text that ends the previous message.
-        reply: the text in front of a reply.
+        gap: the text before the turn's words. prompt: the text behind the previous message with
+        generation prompt. Both differ behind the header. For example, `gap` ends in
+        <think></think>, and `prompt` in <think> and a line break. closed: the text that ends the
+        previous message. reply: the text in front of a test reply.
         """
         shared, _ = _common_ignoring_blanks(gap, prompt)
         start, _ = _common_ignoring_blanks(gap, closed)
@@ -182,7 +183,7 @@ class TurnDelimiter:
         return -1 if is_other or has_words else cut
 
     def _end_of_last_message(self, chat: MarkedChat, turn: int, gap: str, bare: str) -> str:
-        """Return the text that ends the previous message: `bare`, cut before a next header."""
+        """Return the text that ends the message before the turn: `bare` without a next header."""
         for role in ("user", "tool"):
             before, probe, _ = self._followed_by(chat, turn, {"role": role}).rpartition(PROBE)
             if probe:
@@ -227,7 +228,8 @@ class TurnDelimiter:
         """Return the length of the text that ends the turn, and a text to append to the rendering.
 
         The length counts from the end of the turn's own text. The text to append is "" if the
-        template itself ends the turn. Raises UnusableRowError if nothing ends the turn.
+        template itself ends the turn. Raises UnusableRowError if nothing ends the turn. following:
+        the text between the turn's words and the next message's words.
         """
         is_last = turn == len(chat.messages) - 1
         printed = chat.behind_words(chat.messages[: turn + 1])
@@ -299,7 +301,7 @@ class TurnDelimiter:
     def _end_of_turn(
         self, chat: MarkedChat, ended: str, continued: str, is_last: bool
     ) -> tuple[int, str] | None:
-        """Return the result of `_end`, found in the texts after a turn; None if nothing ends it."""
+        """Return what `_end` returns, from the texts behind a turn; None if nothing ends it."""
         if end := self._end_of_shared_tokens(chat, ended, continued):
             return end, ""
         one, two = self._specials.search(ended), self._specials.search(continued)
@@ -319,7 +321,7 @@ class TurnDelimiter:
         return (len(ended), self.stop) if has_no_end else None
 
     def _end_of_shared_tokens(self, chat: MarkedChat, ended: str, continued: str) -> int:
-        """Return the index after the last special token in the texts' common prefix; 0 if none."""
+        """Return the end of the last special token in the texts' common beginning; 0 if none."""
         shared = _common_prefix(ended, continued) if continued else ended
         if self.stop in shared:
             return shared.index(self.stop) + len(self.stop)
@@ -335,7 +337,7 @@ class TurnDelimiter:
     # --- renderings
 
     def _text_if_continued(self, chat: MarkedChat, turn: int) -> str:
-        """Return the text between a turn and a next message; "" if the template refuses."""
+        """Return the text between a turn and an invented next message; "" if refused."""
         answer = {"role": "user"}
         if calls := chat.chat.messages[turn].get("tool_calls"):
             name, number = calls[-1]["function"].get("name", ""), calls[-1].get("id", PROBE_ID)
@@ -343,9 +345,10 @@ class TurnDelimiter:
         return self._followed_by(chat, turn + 1, answer).rpartition(PROBE)[0]
 
     def _followed_by(self, chat: MarkedChat, turn: int, message: Message) -> str:
-        """Return the text after messages[:turn] if `message` follows with the content PROBE.
+        """Return the text behind messages[:turn], if only `message` follows.
 
-        The text includes PROBE. It is "" if the template refuses the chat.
+        The content of `message` is replaced by PROBE, and the text includes PROBE. The text is ""
+        if the template refuses the chat.
         """
         (probe,) = self._template.adapted([{**message, "content": PROBE}])
         try:
@@ -355,7 +358,10 @@ class TurnDelimiter:
 
     @staticmethod
     def _endings(chat: MarkedChat, messages: Sequence[Message]) -> tuple[str, str] | None:
-        """Return the text after `messages` without and with generation prompt; None if refused."""
+        """Return two texts behind `messages`; None if the template refuses `messages`.
+
+        The first text is without generation prompt, the second text is with generation prompt.
+        """
         try:
             return chat.behind_words(messages), chat.behind_words(messages, generation_prompt=True)
         except Exception:  # the template refuses an empty chat, or a chat that ends with these
@@ -363,7 +369,7 @@ class TurnDelimiter:
 
 
 def _common_ignoring_blanks(one: str, two: str) -> tuple[int, int]:
-    """Return the end of the common prefix of two strings, as an index in each, ignoring blanks."""
+    """Return where the common prefix of two texts ends, as an index in each. Ignores blanks."""
     i = j = 0
     shared = (0, 0)
     while i < len(one) and j < len(two):

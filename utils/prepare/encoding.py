@@ -41,7 +41,7 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerBase") -> "SpecialTokens":
-        """Find a tokenizer's special tokens by tokenizing a word with and without them.
+        """Return a tokenizer's special tokens, found by tokenizing a word with and without them.
 
         Raises ConfigurationError if special tokens change the word's own ids.
         """
@@ -60,7 +60,10 @@ class SpecialTokens:
         )
 
     def around(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the special token ids that a document lacks: those before, and those behind."""
+        """Return two arrays: the special ids to add before `ids` and behind `ids`.
+
+        Special tokens that `ids` already has are left out.
+        """
         nothing = self.before[:0].astype(ids.dtype)
         begins = np.array_equal(ids[: self.before.size], self.before)
         before = nothing if begins else self.before.astype(ids.dtype)
@@ -78,7 +81,7 @@ class SpecialTokens:
 def encode(
     tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], special_tokens: bool = False
 ) -> list[np.ndarray]:
-    """Return the token ids of each text, (tokens,) int64. special_tokens: add BOS and the like."""
+    """Return the token ids of each text as (tokens,) int64. special_tokens: add BOS, EOS, ..."""
     if not texts:
         return []  # a tokenizer takes no empty list
     with foreign(f"the tokenizer {tokenizer.name_or_path}", TOKENIZER_FAILS):
@@ -89,7 +92,10 @@ def encode(
 def encode_with_offsets(
     tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the ids of each text, and each token's start and stop in characters, (tokens, 2)."""
+    """Yield two arrays for each text: token ids, and the tokens' start and stop in characters.
+
+    Shapes: (tokens,) and (tokens, 2).
+    """
     if not texts:
         return
     options = IDS_ALONE | {"add_special_tokens": False, "return_offsets_mapping": True}
@@ -123,7 +129,7 @@ class Prompt(NamedTuple):
 
 
 def prompt_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Return the ids of a text that the model continues: with BOS as in training, without EOS."""
+    """Return the token ids of a prompt: with BOS if training adds BOS, and without EOS."""
     (ids,) = encode(tokenizer, [text])
     before, _ = SpecialTokens.of(tokenizer).around(ids)
     return [*before.tolist(), *ids.tolist()]
@@ -132,11 +138,12 @@ def prompt_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
 def load_prompts(
     entries: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, chats: bool, most_tokens: int
 ) -> list[Prompt]:
-    """Return the prompts of `sample_prompts`: each entry is a text, or a .txt or .jsonl file.
+    """Return the prompts in the setting `sample_prompts` (`entries`).
 
-    Each line of a file is a prompt. A line of a .jsonl file is an object with `prompt` or, with
-    `chats`, `messages`. With `chats`, the tokenizer's chat template, if any, renders the prompts.
-    Raises ConfigurationError with all faults.
+    An entry is a prompt, or a .txt or .jsonl file with a prompt on each line. A line of a .jsonl
+    file is an object with the key `prompt`. With `chats`, the object may have `messages` instead,
+    and the tokenizer's chat template, if any, renders every prompt. Raises ConfigurationError with
+    all faults, such as prompts of more than `most_tokens` tokens.
     """
     template = ChatTemplate(tokenizer) if chats and tokenizer.chat_template is not None else None
     prompts, problems = [], []
@@ -160,7 +167,10 @@ def load_prompts(
 
 
 def _prompt_lines(entries: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (origin, text) of each prompt. ConfigurationError for an unreadable or empty file."""
+    """Yield (origin, text) of each prompt. origin: FILE:LINE, or the start of the prompt in quotes.
+
+    Raises ConfigurationError for an unreadable or empty file.
+    """
     for entry in entries:
         path = Path(entry)
         is_named_like_a_file = path.suffix in (".jsonl", ".txt")
@@ -214,9 +224,9 @@ PROBES = (
 def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_format: str) -> str:
     """Return the tokenizer library to use: "gigatoken" or "tokenizers". wanted: the setting.
 
-    `auto` means gigatoken if it can be used: for plain texts, and if its ids equal the tokenizer's
-    on difficult texts (PROBES). Raises ConfigurationError if gigatoken is wanted and cannot be
-    used.
+    "auto" means gigatoken if documents are plain texts and gigatoken gives the same ids as the
+    tokenizer for difficult test texts (PROBES). Raises ConfigurationError if `wanted` is
+    "gigatoken" and gigatoken cannot be used.
     """
     if wanted == "tokenizers":
         return wanted

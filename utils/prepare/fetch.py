@@ -49,7 +49,10 @@ class Download(NamedTuple):
         return f"{self.name}{self.part}, commit {self.revision.resolved[:10]}"
 
     def run(self, cache: HubCache, *, dry_run: bool = False) -> Any:
-        """Download missing files. With `dry_run`, only return each file's name, path and size."""
+        """Download missing files. With `dry_run`, download nothing and list all files.
+
+        The list has each file's name, local path and size in bytes.
+        """
         from huggingface_hub import snapshot_download
 
         return snapshot_download(
@@ -66,9 +69,9 @@ class Download(NamedTuple):
 def fetch(arguments: PreparationArguments) -> dict[str, Path]:
     """Download the files that the settings name and the Hub's cache lacks; nothing when offline.
 
-    Returns {name in the settings: folder in the cache} of datasets, models and the tokenizer; {}
-    when offline. Raises ConfigurationError for names that cannot be downloaded, and StorageError if
-    the disk has too little space.
+    Returns {name in the settings: folder in the cache} of datasets, models and the tokenizer. When
+    offline, returns {}. Raises ConfigurationError for names that cannot be downloaded, and
+    StorageError if the disk has too little space.
     """
     from huggingface_hub import is_offline_mode
 
@@ -94,7 +97,7 @@ def fetch(arguments: PreparationArguments) -> dict[str, Path]:
 def _missing_files(
     arguments: PreparationArguments, cache: HubCache
 ) -> tuple[dict[str, Path], list[Download], int]:
-    """Return (folders as `fetch` returns them, necessary downloads, their size in bytes).
+    """Return ({name: cache folder}, downloads of missing files, their total size in bytes).
 
     If the Hub cannot be reached, log a warning and return no downloads: the cache may be enough.
     Raises ConfigurationError instead if `offline_dir` is set, and for unknown names.
@@ -155,7 +158,10 @@ def _dataset(cache: HubCache, path: str, source: Source) -> Download | None:
 
 
 def _model(cache: HubCache, given: str, weights: bool) -> Download | None:
-    """Return the download of a model (`weights`) or of a tokenizer; None for a local tokenizer."""
+    """Return the download of a model or of a tokenizer (`given`); None for a local tokenizer.
+
+    weights: download a model. Otherwise download a tokenizer. Raises ValueError for a local model.
+    """
     found = _MODEL.fullmatch(given)
     if found is None or Path(given).exists():
         if weights:
@@ -168,7 +174,10 @@ def _model(cache: HubCache, given: str, weights: bool) -> Download | None:
 
 
 def check_room(folder: Path, size: int) -> None:
-    """Log a download's size and the free space. size: bytes. StorageError if space is too small."""
+    """Log a download's size in bytes and the free space of the folder's disk.
+
+    Raises StorageError if the free space is too small.
+    """
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     logger.info(f"to download in all: {_gb(size)}, into {folder}, where {_gb(free)} are free")
@@ -220,7 +229,7 @@ def describe_fault(error: Exception) -> str:
 
 
 def fill_offline_dir(arguments: PreparationArguments) -> None:
-    """Download into `offline_dir`; check that tokenizer and model configurations load from there.
+    """Download all named files into `offline_dir`; check that tokenizer and configurations load.
 
     Raises ConfigurationError for a download that fails, and for a file that does not load.
     """

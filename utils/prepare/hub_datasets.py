@@ -54,9 +54,9 @@ class HubDataset:
 class Listing:
     """The files of each split in one subset of a Hub dataset, at one commit.
 
-    others: the names of the other subsets. mtime_ns: the date of the newest commit that changed one
-    of the first _DATED_FILES files. All machines see the same date, unlike the date of a local
-    file.
+    others: the names of the dataset's other subsets. mtime_ns: unix time, in ns, of the newest
+    commit that changed one of the first _DATED_FILES files. All machines see the same time, unlike
+    the time of a local file.
     """
 
     subset: str
@@ -85,9 +85,9 @@ def hub_dataset(path: str, source: Source) -> HubDataset | None:
 class HubCache:
     """The Hub's cache: in `offline_dir`, or by default in the user's HF_HOME.
 
-    begun_with: {HubDataset.key: commit} that earlier shards and runs read for this output_dir.
-    Later shards and runs read the same commits, even if a dataset has changed on the Hub. commits:
-    {HubDataset.key: commit} of the datasets that `cached_files` has found in the cache.
+    begun_with: {HubDataset.key: commit} that earlier preparations of this output_dir have read. The
+    same commits are read again, even if a dataset has changed on the Hub. commits: {HubDataset.key:
+    commit} of the datasets that `cached_files` has found in the cache.
     """
 
     def __init__(self, arguments: PreparationArguments):
@@ -103,7 +103,7 @@ class HubCache:
     def resolve(
         self, kind: Kind, name: str, revision: str | None, *, ask: bool
     ) -> "ResolvedRevision":
-        """Return the commit of a revision, from the Hub with `ask`, else from the cache."""
+        """Return the commit of a branch, tag or hash, from the Hub (`ask`) or from the cache."""
         from huggingface_hub import HfApi
 
         if ask and (fault := hub_fault()):
@@ -122,8 +122,8 @@ class HubCache:
     def listing(self, dataset: HubDataset, *, ask: bool) -> tuple["ResolvedRevision", Listing]:
         """Return a dataset's commit and its Listing, which the cache stores as JSON.
 
-        ask: get the commit from the Hub, and a listing that the cache lacks. Without `ask`, a
-        missing listing raises FileNotFoundError. Raises ValueError for a missing or unknown subset.
+        ask: ask the Hub for the commit, and for a Listing that the cache lacks. Without `ask`, a
+        missing Listing raises FileNotFoundError. Raises ValueError for a missing or unknown subset.
         """
         from huggingface_hub import HfApi
 
@@ -152,7 +152,7 @@ class HubCache:
 def files_of_split(
     dataset: HubDataset, listing: Listing, source: Source
 ) -> tuple[str, Sequence[str]]:
-    """Return the name of the split that a source reads, and its first `max_files` files.
+    """Return the split that a source reads: its name, and the names of its first `max_files` files.
 
     The split is `source.from_split` if given. Else it is the split named `source.split` or a
     synonym (dev for validation), or the only split. Raises ValueError if there is no such split.
@@ -177,10 +177,10 @@ def files_of_split(
 def cached_files(
     cache: HubCache, source: Source, remarks: Remarks
 ) -> tuple[list[str], dict[str, tuple[str, int]]]:
-    """Return the local paths of a source's files, and {path: (url, mtime_ns)} of Hub files.
+    """Return the local paths of a source's files, and {local path: (url, mtime_ns)} of Hub files.
 
-    url: hf://..., the same on every machine. Adds a message to `remarks.problems` for each path of
-    the source that is faulty or not completely in the cache.
+    url: hf://..., the same on every machine. mtime_ns: see Listing. Adds a message to
+    `remarks.problems` for each path of the source that is faulty or not completely in the cache.
     """
     paths: list[str] = []
     of_hub: dict[str, tuple[str, int]] = {}
@@ -199,7 +199,7 @@ def cached_files(
 def _cached(
     cache: HubCache, dataset: HubDataset, source: Source, remarks: Remarks
 ) -> dict[str, tuple[str, int]]:
-    """Return {path: (url, mtime_ns)} of a dataset's files; ValueError if the cache lacks any."""
+    """Return {local path: (url, mtime_ns)} of a dataset's files; ValueError if one is missing."""
     from huggingface_hub.errors import RevisionResolutionError
 
     not_cached = (
@@ -241,7 +241,7 @@ def refuse_uncached(arguments: PreparationArguments) -> None:
 
 
 def _read_card(dataset: HubDataset, commit: str) -> tuple[str, list[str], Splits]:
-    """Read a dataset's card from the Hub; return (subset, all subsets, files of each split)."""
+    """Read a dataset's card from the Hub; return (subset, names of all subsets, {split: files})."""
     from datasets import load_dataset_builder
 
     # With an empty cache the library asks the Hub instead of answering from an older download.
@@ -266,7 +266,7 @@ def _read_card(dataset: HubDataset, commit: str) -> tuple[str, list[str], Splits
 
 
 def _read_parquet_branch(dataset: HubDataset, commit: str) -> tuple[str, list[str], Splits]:
-    """Return (subset, all subsets, files of each split), from paths SUBSET/SPLIT/NUMBER.parquet."""
+    """Return (subset, all subsets, {split: files}), from paths SUBSET/SPLIT/NUMBER.parquet."""
     from huggingface_hub import HfApi
 
     names = HfApi().list_repo_files(dataset.name, repo_type="dataset", revision=commit)
