@@ -51,7 +51,7 @@ TAKES_JOBS = re.compile(
 
 
 class Finding(NamedTuple):
-    """A result of a check. what: the fact. mend: what the user can type to change the fact.
+    """A result of a check. what: the result as text. mend: what the user can type to mend a fault.
 
     level: ok, option (absent and optional), warning, missing, or unknown (could not be checked).
     """
@@ -111,7 +111,8 @@ class RunningCheck:
     def wait(self, limit_s: float) -> list[Finding]:
         """Wait for the end of the check and return its findings.
 
-        After `limit_s` seconds, return the findings so far and one that says "still running".
+        If the check runs longer than `limit_s` seconds, return the findings so far and a finding
+        that says "still running".
         """
         self.thread.join(min(SAID_AFTER_S, limit_s))
         if self.thread.is_alive():
@@ -205,7 +206,7 @@ def _gpu(index: int) -> Finding:
 
 
 def check_kernels() -> Iterator[Finding]:
-    """Yield which attention kernel `auto` chooses in bf16, and whether layers can be compiled."""
+    """Yield findings about the attention kernel that `auto` takes in bf16, and torch.compile."""
     import torch
 
     from utils.kernels.varlen import AttentionNeeds, find_kernels
@@ -257,7 +258,7 @@ def check_slurm() -> Iterator[Finding]:
 
 
 def check_tokens() -> Iterator[Finding]:
-    """Yield whether .env is readable by its owner only, and the names of the tokens in .env."""
+    """Yield a finding about .env: the names of its tokens, or that other users can read it."""
     path = ROOT / ".env"
     try:
         taken = load_env_file(path)
@@ -294,9 +295,10 @@ def check_hub() -> Iterator[Finding]:
 
 
 def check_disk(directory: Path, name: str) -> Iterator[Finding]:
-    """Yield whether a directory is writable, and its free space. The directory may be missing.
+    """Yield a finding: whether a directory is writable, and the free space on its disk in GiB.
 
-    name: the setting that names the directory.
+    name: the setting that names the directory. For a missing directory, its nearest existing parent
+    is checked.
     """
     there = next(each for each in (directory, *directory.absolute().parents) if each.exists())
     try:

@@ -106,7 +106,7 @@ def messages_of(
 
 
 def unread_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a label for every message key and role that only a chat template may read."""
+    """Yield a text such as "message key name" for each key or role that only a template reads."""
     for message in messages:
         if message["role"] not in OWN_ROLES:
             yield f"role {message['role']}, which is context only"
@@ -124,8 +124,8 @@ def check_answers(
 ) -> None:
     """Raise UnusableRowError if messages[first_trained:] have no answer, or an empty answer.
 
-    An answer with a thought alone counts as empty: it was cut off. Answers with `weight: 0` may be
-    empty. column: the name of the messages in the error.
+    An answer with only a thought counts as empty, because it was cut off. Answers with `weight: 0`
+    may be empty. column: the name of the messages in the error.
     """
     answers = [m for m in messages[first_trained:] if m["role"] == ASSISTANT]
     if not answers:
@@ -147,7 +147,7 @@ def check_answers(
 
 
 def _single_messages(where: str, given: Any, turn: int) -> Iterator[dict[str, Any]]:
-    """Yield the messages in one item of a chat's list. given: the item. turn: its index."""
+    """Yield the messages in an item of a chat's list. given: the item. turn: the item's index."""
     message = decoded(given)
     if isinstance(given, str) and not are_messages([message]):
         yield {"role": ("user", ASSISTANT)[turn % 2], "content": given}  # as in UltraChat
@@ -168,7 +168,7 @@ def _single_messages(where: str, given: Any, turn: int) -> Iterator[dict[str, An
 
 
 def _split_tool_results(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a message in pieces: each `tool_result` part (Anthropic) becomes a tool message."""
+    """Yield a message, split at its `tool_result` parts (Anthropic), which become tool messages."""
     content = message.get("content")
     if not isinstance(content, list) or not any(map(_is_tool_result, content)):
         yield message
@@ -190,7 +190,7 @@ def _is_tool_result(part: Any) -> bool:
 
 
 def _question_and_answer(where: str, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the messages of a question-answer object. UnusableRowError for other objects."""
+    """Yield the messages of an object with a question and its answer, or raise UnusableRowError."""
     spelled = {key.lower(): key for key in message}
     asked = next((spelled[key] for key in _ASKED if key in spelled), None)
     answered = next((spelled[key] for key in _ANSWERED if key in spelled), None)
@@ -239,7 +239,7 @@ def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the message with `role` and `content`, and the key that had its content before."""
+    """Return the message with the keys `role` and `content`, and its content's original key."""
     role_key = "role" if "role" in message else "from"
     given, word = message[role_key], role_word(message)
     check_text(f"{role_key!r} of {where}", given)
@@ -270,7 +270,10 @@ def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict
 
 
 def _read_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
-    """Return {"content": text} of content parts; "reasoning_content" and "tool_calls" if any."""
+    """Return {"content": text} from a message's parts, with reasoning and tool calls if any.
+
+    The keys for reasoning and tool calls are "reasoning_content" and "tool_calls".
+    """
     texts, thoughts, calls = [], [], []
     for part in parts:
         kind, said = "text", part
@@ -296,9 +299,10 @@ def _read_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
 
 
 def _reasoning(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message's thoughts by their keys, and as `reasoning_content`; {} without thoughts.
+    """Return {key: thought} of a message, also for the key `reasoning_content`; {} if no thought.
 
-    Raises UnusableRowError if the keys differ, or if the content begins with a thought as well.
+    Raises UnusableRowError if thoughts under several keys differ, or if a message with such a key
+    also has a thought in its content.
     """
     thoughts = {key: thought_text(message[key]) for key in _REASONING if message.get(key)}
     for key, thought in thoughts.items():
@@ -311,7 +315,7 @@ def _reasoning(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _says_nothing(message: Mapping[str, Any]) -> bool:
-    """Return whether a message has no tool calls and no text after its thought."""
+    """Return whether a message has neither tool calls nor text behind its thought."""
     _, said = split_thought(message.get("content"))
     return not message.get("tool_calls") and not str(said or "").strip()
 
@@ -334,7 +338,7 @@ def _check_says_something(where: str, message: Mapping[str, Any], text_key: str)
 
 
 def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Return calls in OpenAI's form: [{"type", "function": {"name", "arguments": object}}]."""
+    """Return tool calls in OpenAI's form: [{"type", "function": {"name", "arguments": object}}]."""
     found = []
     for call in map(decoded, calls if isinstance(calls, list) else [calls]):
         function = decoded(call.get("function", call)) if isinstance(call, Mapping) else {}
@@ -358,8 +362,8 @@ def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
 def _with_weight(where: str, message: dict[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
     """Return the message without its training flags (`train`, `mask`, ...).
 
-    An answer that its flags exclude from training gets `weight: 0`. Other roles keep a flag that
-    asks for training. Raises UnusableRowError for contradicting or unclear flags.
+    An answer that its flags exclude from training gets `weight: 0`. Messages of other roles keep a
+    flag that asks for training. Raises UnusableRowError for contradicting or unclear flags.
     """
     flags = _flags(message)
     if message["role"] != ASSISTANT:  # a flag that asks for training stays
@@ -378,7 +382,10 @@ def _flags(message: Mapping[str, Any]) -> list[str]:
 
 
 def _is_trained(where: str, key: str, value: Any) -> bool:
-    """Return whether a key's value asks for training. Raises UnusableRowError if it is unclear."""
+    """Return whether a flag, such as `train: true`, asks for training.
+
+    Raises UnusableRowError if the value is unclear.
+    """
     word = key.lower()
     if word in _TRAINED and isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)

@@ -1,4 +1,4 @@
-"""Preparation of token datasets: plan, tokenizer, work units, and assembly into datasets."""
+"""Preparation of token datasets: plan, load the tokenizer, tokenize, and assemble the datasets."""
 
 import hashlib
 import json
@@ -45,7 +45,7 @@ EXAMPLE_TOKENS = 256
 
 @dataclass(frozen=True)
 class Preparation:
-    """A planned preparation: its settings, plan, tokenizer, their hashes and the workspace."""
+    """A planned preparation: settings, plan, tokenizer, its hash, template's hash, workspace."""
 
     arguments: PreparationArguments
     plan: PreparationPlan
@@ -56,11 +56,11 @@ class Preparation:
 
 
 def prepare(arguments: PreparationArguments) -> None:
-    """Tokenize this process's share of the sources; assemble the datasets once all shares are done.
+    """Tokenize this process's shard of the sources; assemble the datasets once all shards are done.
 
-    Finished work units (pieces of the sources) are not repeated. A Slurm job array assembles after
-    its last shard. With --shard elsewhere, a last run with --merge assembles. Raises
-    ConfigurationError for unusable settings, sources, tokenizer and rows.
+    Work units (pieces of the sources) that are finished are not repeated. In a Slurm job array, the
+    task that finishes last assembles. Elsewhere, the user calls prepare_data.py with --merge after
+    all shards. Raises ConfigurationError for unusable settings, sources, tokenizer and rows.
     """
     given = begin_preparation(arguments)
     plan, workspace = given.plan, given.workspace
@@ -90,10 +90,10 @@ def begin_preparation(arguments: PreparationArguments) -> Preparation:
 
 
 def finish_preparation(given: Preparation, *, apart: bool = False) -> Path | None:
-    """Tokenize and assemble a planned preparation. Return the datasets' folder.
+    """Tokenize this shard of a planned preparation; assemble datasets, and return their folder.
 
-    Returns None if other shards are not complete. apart: tokenize in worker processes only, never
-    in this process. Raises as `prepare` does.
+    Returns None, without assembling, if other shards are not complete. apart: tokenize in worker
+    processes only, never in this process. Raises what `prepare` raises.
     """
     arguments, plan, tokenizer = given.arguments, given.plan, given.tokenizer
     workspace = given.workspace
@@ -139,7 +139,7 @@ def finish_preparation(given: Preparation, *, apart: bool = False) -> Path | Non
 def finished_counts(
     plan: PreparationPlan, workspace: Workspace, shards: int
 ) -> dict[int, UnitCounts]:
-    """Return {index: counts} of all work units. ConfigurationError if shards are incomplete."""
+    """Return {index of a work unit: counts}; ConfigurationError if a shard's units are missing."""
     found = {unit.index: workspace.counts_of(unit.index) for unit in plan.units}
     counts = {index: count for index, count in found.items() if count is not None}
     missing = Counter(index % shards for index in found.keys() - counts.keys())
@@ -245,8 +245,8 @@ def move_files(
 ) -> None:
     """Move the Arrow files of a split to its folder; write the JSON files that `datasets` reads.
 
-    units: indices of the split's work units. Files that an interrupted run has already moved are
-    kept.
+    units: indices of the split's work units. Files that an interrupted preparation has already
+    moved stay in the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"data-{number:05d}-of-{len(units):05d}.arrow" for number in range(len(units))]
@@ -274,7 +274,7 @@ def move_files(
 def describe_sources(
     split: str, plan: PreparationPlan, counts: Mapping[int, UnitCounts]
 ) -> dict[str, Any]:
-    """Return the source files and the counts of left-out rows of a split, for stoker.json.
+    """Return a split's entry `sources` for stoker.json: source files, and counts of left-out rows.
 
     A validation split that is drawn from the train sources has the sources of train.
     """
@@ -313,7 +313,7 @@ def split_figures(split: str, counts: UnitCounts, lengths: np.ndarray) -> dict[s
 def decoded_example(columns: Mapping[str, ListColumn], tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return the first document of a split as text, with [[ ]] around the text trained on.
 
-    At most EXAMPLE_TOKENS tokens are shown.
+    The text has at most EXAMPLE_TOKENS tokens. The start of a long prompt is left out.
     """
     mask_column = loss_mask_among(columns)
     ids = columns[TOKENS].documents(0, 0, 1)

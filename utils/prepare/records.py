@@ -97,10 +97,10 @@ def _not_utf8(file: SourceFile, error: UnicodeError) -> str:
 
 
 def converter(own_format: str) -> Callable[[Record], Record | BadRow]:
-    """Return a function that applies the user's conversion to a record, or changes nothing.
+    """Return a function that converts a record with the user's function (`own_format`).
 
-    own_format: the user's function, as FILE.py:NAME or MODULE:NAME; "": no conversion. The returned
-    function gives a BadRow if the user's function fails or leaves the record out.
+    own_format: FILE.py:NAME or MODULE:NAME; "": records are not changed. The returned function
+    gives a BadRow if the user's function fails or leaves the record out.
     """
     if not own_format:
         return lambda record: record
@@ -197,7 +197,7 @@ def _read_json(part: FilePart, _: Sequence[str] | None) -> Records:
 
 
 def _records_of(path: str, value: Any) -> list[Any]:
-    """Return the records in a JSON value: an array, the array in an object, or one record.
+    """Return the list of records in a JSON value: an array, an object with an array, or one record.
 
     Raises ConfigurationError for a pandas table, and for several arrays none of which is "data".
     """

@@ -120,9 +120,9 @@ class RowSettings:
 
     columns: pairs (name in the file, name in preparation.COLUMNS). filters: pairs (name in the
     file, what to keep: a value, a list of values, or {"min": ..., "max": ...}). weight: copies of
-    each document; with 2.3, 30 % of the documents get a third copy. max_tokens: limit for the
-    source. chat_template_kwargs: variables of the chat template, for rows that do not set them.
-    own_format: the name of the user's function for records; own_sha256: the digest of its file.
+    each document; with 2.3, 30 % of the documents get a third copy. max_tokens: the most tokens
+    from the source. chat_template_kwargs: variables of the chat template, for rows that do not set
+    them. own_format: the name of the user's function for records; own_sha256: the hash of its file.
     """
 
     row_format: str
@@ -136,7 +136,7 @@ class RowSettings:
 
     @property
     def read_columns(self) -> list[str]:
-        """The columns to read, by their names in the file: those of the format, then of filters."""
+        """The columns to read, by their names in the file: the row format's, then the filters'."""
         own = map(self.name_of, (*NEEDED[self.row_format], *OPTIONAL[self.row_format]))
         return list(dict.fromkeys([*own, *dict(self.filters)]))
 
@@ -146,7 +146,7 @@ class RowSettings:
 
     @property
     def answers_column(self) -> str:
-        """The name in the file of the column with the trained text, for error messages."""
+        """The answers column (Alpaca: the history) as the file calls it, for error messages."""
         # Alpaca: the history, because errors about the output are raised earlier.
         alpaca = self.row_format == "alpaca"
         return self.name_of("history" if alpaca else NEEDED[self.row_format][-1])
@@ -198,7 +198,7 @@ def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
 
 
 class _Row(dict[str, Any]):
-    """A row's fields by our column names (NEEDED, OPTIONAL). `shown`: the name in the file."""
+    """A row's fields under our column names. `shown`: the column's name in the file, in quotes."""
 
     def __init__(self, given: Mapping[str, Any], columns: Sequence[tuple[str, str]]):
         super().__init__(renamed(given, columns))
@@ -244,7 +244,7 @@ def holds_chats(fields: Mapping[str, Any], row_format: str) -> bool:
 def document_fields(
     given: Mapping[str, Any], row_format: str, columns: Sequence[tuple[str, str]] = ()
 ) -> Mapping[str, Any]:
-    """Return the checked fields of a row's document. UnusableRowError for a faulty row."""
+    """Return the checked fields of a row by our names; UnusableRowError for a faulty row."""
     fields = _Row(given, columns)
     missing = [fields.shown(name) for name in NEEDED[row_format] if fields.get(name) is None]
     if missing:
@@ -281,7 +281,7 @@ def document_fields(
 
 
 def _check_words(fields: _Row, name: str) -> None:
-    """Raise UnusableRowError unless a column has a text with more than blanks."""
+    """Raise UnusableRowError unless a column's value is a text that is not blank."""
     check_text(fields.shown(name), fields[name])
     if not fields[name].strip():
         raise UnusableRowError("empty", f"empty document: {fields.shown(name)} has no text")
@@ -294,7 +294,7 @@ def _is_chat(prompt: Any) -> bool:
 def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
     """Return {"prompt", "completion"} of a row: two texts, or two lists of messages.
 
-    Raises UnusableRowError if one is a text and the other messages, or if either is faulty.
+    Raises UnusableRowError if only one of the two is a text, or if either is faulty.
     """
     prompt, completion = fields["prompt"], fields["completion"]
     question, answer = map(fields.shown, ("prompt", "completion"))
@@ -364,7 +364,7 @@ def _answer(fields: _Row, text: str) -> dict[str, Any]:
 
 
 def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str, Any]]:
-    """Return messages with the row's system text first. UnusableRowError if they have another."""
+    """Return messages, first the row's system text if any. UnusableRowError if two texts differ."""
     name, system = fields.either("system", "system_prompt")
     if not system or (isinstance(system, str) and not system.strip()):
         return messages

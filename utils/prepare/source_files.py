@@ -86,7 +86,7 @@ class SourceFile:
         return self.url or self.path
 
     def digest(self) -> str:
-        """Return a hash of the file's size and of its first and last DIGESTED_BYTES."""
+        """Return a hex hash of the file's size and of its first and last MiB (DIGESTED_BYTES)."""
         found = hashlib.blake2b(str(self.size).encode(), digest_size=8)
         path = Path(self.path)
         for file in sorted(path.rglob("*.arrow")) if path.is_dir() else [path]:
@@ -165,7 +165,7 @@ def open_source(path: str, compression: Compression | None) -> IO[bytes]:
 
 
 class _ZstdStream(io.RawIOBase):
-    """A reader of zstd files with windows up to 2 GiB (zstd --long=31); pyarrow has 128 MiB."""
+    """Reader of decompressed zstd files, with windows up to 2 GiB (--long=31; pyarrow: 128 MiB)."""
 
     def __init__(self, path: str):
         self._blocks = _zstd_blocks(path)
@@ -256,8 +256,8 @@ def _files_of_one_split(
     """Return the paths of `split`, or all paths if their names show fewer than two splits.
 
     given: the user's path or glob pattern. paths: the files found there. is_named: the user named
-    the split. Raises ValueError if `split` is missing. One exception: if the user named no split, a
-    pattern gives all of its paths.
+    the split. If `split` is missing, raises ValueError. But if the user gave a pattern and named no
+    split, all paths are returned.
     """
     if paths == [given]:
         return paths
@@ -363,8 +363,8 @@ def _kind_of(path: str, is_given: bool) -> tuple[SourceKind | None, Compression 
 def _kind_of_json(line: str, rest: str, named: SourceKind) -> SourceKind:
     """Return "jsonl" for a file with a record per line, "json" for a file that is one value.
 
-    line, rest: the first line and the text after it. named: the kind by the file's suffix, which is
-    returned if the text does not decide.
+    line, rest: the first line and the text after it. named: the kind by the file's suffix. If the
+    text does not decide, `named` is returned.
     """
     try:
         first = json.loads(line)

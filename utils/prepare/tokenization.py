@@ -1,6 +1,7 @@
 """Tokenization: the token ids of documents, and their loss masks (which tokens are trained on).
 
-The loss mask of a chat and the first token of a completion come from the tokens' character offsets.
+Character offsets of tokens show which tokens of a chat are trained on, and where a completion
+begins.
 """
 
 import json
@@ -63,7 +64,8 @@ WORDS_HELD, BLANK_HELD = "prompt_words_in_completions", "prompt_blanks_in_comple
 class TokenizedDocument:
     """A document's token ids, (tokens,) in the dataset's integer type, and its loss mask.
 
-    loss_mask: (tokens,) int8; None: every token is trained on. notes: {name in NOTES: count}.
+    loss_mask: (tokens,) int8; None: every token is trained on. notes: {name in workspace.NOTES:
+    count}.
     """
 
     ids: np.ndarray
@@ -89,9 +91,9 @@ class TokenizedDocument:
 class DocumentTokenizer:
     """Tokenizer of documents, which gives token ids and loss masks.
 
-    A text, or a prompt with its completion, gets EOS, and BOS if the tokenizer adds one, unless
-    already present. Pieces are tokenized one by one. Messages only get special tokens of the
-    template. template_date: the date (YYYY-MM-DD) that the template prints as today's date.
+    Texts, and prompts with completions, get EOS, and BOS if the tokenizer adds BOS, unless already
+    present. Pieces are tokenized one by one. Chats get only the special tokens that the template
+    prints. template_date: the date (YYYY-MM-DD) that the template prints as today's date.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class DocumentTokenizer:
         self._template_date = template_date
 
     def __call__(self, documents: Sequence[Document]) -> list[TokenizedDocument | BadRow]:
-        """Return each document with its tokens, in order; a BadRow for an unusable document."""
+        """Return a list in the documents' order: TokenizedDocument, or BadRow if unusable."""
         kinds: dict[type, Any] = {
             TextDocument: self._texts,
             CompletionDocument: self._completions,
@@ -194,7 +196,7 @@ class DocumentTokenizer:
     def _joined_ids(
         self, pairs: Sequence[tuple[str, str]]
     ) -> Iterator[tuple[np.ndarray, int, str]]:
-        """Yield (ids, start, held) of each prompt and completion, tokenized as one text.
+        """Yield (ids, start, held) for each prompt and its completion, tokenized as one text.
 
         start: index of the completion's first token. held: prompt text inside this token, or "".
         """
@@ -233,7 +235,7 @@ class DocumentTokenizer:
                 yield error.at(document.location)
 
     def _notes(self, document: ChatDocument, chat: MaskedChat) -> Counter[str]:
-        """Return a chat's counts for NOTES: empty or missing thoughts, special tokens in text."""
+        """Return counts of oddities (NOTES) in a chat, such as empty thoughts or special tokens."""
         empty = [thought.span() for thought in EMPTY_THOUGHT.finditer(chat.text)]
         answers = [
             message["content"]
@@ -302,9 +304,9 @@ def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
     """Return which tokens of a rendered chat are trained on: bool, (tokens,).
 
     offsets: each token's start and stop in characters, (tokens, 2). A token inside a span of `chat`
-    is trained on. So is a token across an edge of a span, if its part outside is blank. If this
-    part is not blank, UnusableRowError is raised. A token with only blanks inside the start of a
-    span is left out.
+    is trained on. A token across an edge of a span is trained on if its text outside the span is
+    blank. Otherwise UnusableRowError is raised. A token with only blanks inside the start of a span
+    is left out.
     """
     mask = np.zeros(len(offsets), dtype=bool)
     starts, stops = offsets.T
@@ -324,7 +326,7 @@ def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
 
 
 def first_token(text: str, start: int, stop: int, offsets: np.ndarray) -> tuple[int, str]:
-    """Return the index of the first token of text[start:stop], and its characters before `start`.
+    """Return the index of the first token of text[start:stop], and the token's text before `start`.
 
     offsets: (tokens, 2), see `token_mask`. A token that has only blanks after `start` is skipped.
     """

@@ -186,7 +186,10 @@ def _advice(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def masks_from(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return where loss masks come from: "template" ({% generation %} markers) or "derived"."""
+    """Return where loss masks are from: "template" ({% generation %} markers) or "derived".
+
+    "derived" means found by comparing renderings (see chat_turns.py).
+    """
     return "template" if GENERATION.search(str(tokenizer.chat_template)) else "derived"
 
 

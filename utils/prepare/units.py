@@ -59,9 +59,9 @@ def run_units(
 ) -> None:
     """Prepare all work units, in up to `num_proc` worker processes if there is enough work.
 
-    apart: use at least one worker process. Raises ConfigurationError with the first unusable rows
-    and their number, after the other units are checked. A unit without a usable row ends the work
-    at once.
+    apart: use at least one worker process. Raises ConfigurationError for unusable rows after all
+    units are checked. The error has the first unusable rows and the number of all. A unit without a
+    usable row ends the work at once.
     """
     total_bytes = sum(unit.size for unit in units)
     workers = min(num_proc, len(units), total_bytes // LEAST_BYTES_A_WORKER[worker.backend])
@@ -99,7 +99,7 @@ def run_units(
 
 
 def _refusal(counts: UnitCounts) -> ConfigurationError:
-    """Return the error for unusable rows: the faults of the first rows, the number of all rows."""
+    """Return the error for unusable rows, with the first rows' faults and the number of all."""
     number, advice = counts.refused.total(), "; or ".join(counts.refused)
     if number == 1:
         return ConfigurationError(f"{counts.examples[0]}; {advice}")
@@ -159,7 +159,7 @@ def _start_worker(worker: "UnitWorker") -> None:
 
 
 def _run_unit(unit: WorkUnit) -> UnitCounts | list[str]:
-    """Prepare a unit in a worker process; return its counts, or the messages of an error."""
+    """Prepare a unit in a worker process; return its counts, or an error's messages as a list."""
     assert _worker is not None
     try:
         return _worker.run(unit)
@@ -222,7 +222,7 @@ class UnitWorker:
     def _tokenized(
         self, unit: WorkUnit, counts: UnitCounts
     ) -> Iterator[tuple[str, Document, TokenizedDocument]]:
-        """Yield (split, document, its tokens) for every document to write."""
+        """Yield (split, document, its token ids and loss mask) for every document to write."""
         for batch in _batches(self._documents(unit, counts)):
             found = self._tokenize([document for _, document in batch])
             for (split, document), tokenized in zip(batch, found, strict=True):
@@ -256,7 +256,10 @@ class UnitWorker:
                 yield split, document
 
     def _drop(self, row: BadRow, counts: UnitCounts) -> None:
-        """Count a row that is not written; as refused if on_bad_row or on_overlong is "error"."""
+        """Count a row that is not written, as `refused` if the setting for its fault is "error".
+
+        The setting is on_overlong for rows with too many tokens, and on_bad_row for other faults.
+        """
         is_long = row.reason == OVERLONG
         setting = self.settings.on_overlong if is_long else self.settings.on_bad_row
         stops = setting == "error" and row.reason not in (FILTERED, CUT_TO_NOTHING)
@@ -265,7 +268,10 @@ class UnitWorker:
     def _within_length(
         self, document: Document, tokenized: TokenizedDocument | BadRow, counts: UnitCounts
     ) -> TokenizedDocument | BadRow:
-        """Return the document, cut if too long (on_overlong: truncate), or a BadRow to drop it."""
+        """Return a document's tokens, or a BadRow if the document cannot be used.
+
+        Tokens beyond sequence_length are cut off if on_overlong is "truncate".
+        """
         limit = self.settings.sequence_length
         if isinstance(tokenized, BadRow) or limit is None or isinstance(document, TextDocument):
             return tokenized  # training splits a plain text
@@ -305,7 +311,7 @@ def read_documents(
 
 
 def _batches(documents: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
-    """Yield lists of (split, document) for the tokenizer, limited in number and characters."""
+    """Yield lists of (split, document) to tokenize together, of limited size."""
     batch: list[tuple[str, Document]] = []
     characters = 0
     for item in documents:
@@ -323,7 +329,10 @@ def _is_drawn(document: Document, fraction: float, key: int) -> bool:
 
 
 def content_digest(document: Document, seed: int) -> int:
-    """Return 64 bits of a keyed hash of a document's content, independent of its file and row."""
+    """Return a hash of a document's content, keyed by `seed`, as an integer of 64 bits.
+
+    The hash does not depend on the document's file and row.
+    """
     if isinstance(document, TextDocument):
         content = document.text
     elif isinstance(document, ChatDocument):
@@ -337,7 +346,7 @@ def content_digest(document: Document, seed: int) -> int:
 
 
 def texts_of(document: Document) -> list[str]:
-    """Return the texts in a document, in order: also the reasoning and tool calls of messages."""
+    """Return a document's texts in order, including the reasoning and tool calls of messages."""
     if isinstance(document, TextDocument):
         return [document.text]
     if isinstance(document, CompletionDocument):

@@ -34,10 +34,11 @@ Pieces = list[tuple[str | list[int], bool]]
 
 @dataclass(frozen=True)
 class Location:
-    """The place of a record: a file, and the number of a line (from 1), row or JSON value (from 0).
+    """The location of a record: a file, and the number of its line, row or JSON value.
 
-    unit: "line", "row" or "record"; "" for a whole file. offset: lines are counted from this byte
-    of the file, where a work unit begins. Printing a location also counts the lines before this
+    Lines are counted from 1; rows and JSON values are counted from 0. unit: "line", "row" or
+    "record" (a JSON value); "" for a whole file. offset: the byte of the file where the work unit
+    begins. `number` counts lines from this byte. Printing a location adds the lines before this
     byte.
     """
 
@@ -58,7 +59,10 @@ class Location:
 
 
 def pack_locations(locations: Sequence[Location]) -> str:
-    """Return JSON text: [path, unit, offset, [numbers]] for consecutive locations in one file."""
+    """Return locations as JSON text: a list of [path, unit, offset, [numbers]].
+
+    Each entry is for consecutive locations in one file.
+    """
     groups = groupby(locations, key=lambda each: (each.path, each.unit, each.offset))
     packed = [
         [str(Path(path).absolute()), unit, offset, [each.number for each in own]]
@@ -131,7 +135,7 @@ def as_json(where: str, result: Any) -> str:
 
 
 def thought_text(said: Any) -> Any:
-    """Return a list of texts or text parts (Mistral, OpenAI) as one text; else the value itself."""
+    """Return a list of texts or text parts (Mistral, OpenAI) as one text; other values as is."""
     if not isinstance(said, list):
         return said
     texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in said]
@@ -139,7 +143,10 @@ def thought_text(said: Any) -> Any:
 
 
 def split_thought(text: Any) -> tuple[str, Any]:
-    """Return the thought that begins a text, with its tags <think> and </think>, and the rest."""
+    """Return the thought that begins a text, with <think> and </think>, and the rest of the text.
+
+    Returns "" and `text` if no thought begins the text.
+    """
     if not str(text).lstrip().startswith("<think>"):
         return "", text
     thought, end, rest = text.partition("</think>")
@@ -207,7 +214,7 @@ def read_segments(column: str, fields: Mapping[str, Any]) -> Pieces:
 
 
 def read_tokens(column: str, fields: Mapping[str, Any]) -> Pieces:
-    """Return a tokenized row as [(ids, is trained on)], cut where the loss mask changes.
+    """Return a tokenized row as [(token ids, is trained on)], cut where the loss mask changes.
 
     column: the column's name in errors. Raises UnusableRowError for padding, and for labels that
     are neither -100 nor the token's id.
@@ -252,7 +259,7 @@ def decoded(value: Any) -> Any:
 def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
     """Return fields with names changed by (old, new) pairs.
 
-    A field is left out if its name equals a new name of another field.
+    A field is left out if another field gets its name.
     """
     ours = dict(columns)
     taken = set(ours.values())
@@ -264,7 +271,7 @@ def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Ma
 
 
 def renamed_message(given: Any, names: Sequence[tuple[str, str]]) -> Any:
-    """Return a message with our names for its keys and role; any other value unchanged.
+    """Return a message with our names for its keys and role; a value that is no message as is.
 
     names: pairs (name in the file, our name).
     """

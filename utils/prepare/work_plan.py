@@ -72,7 +72,7 @@ class WorkUnit:
 
 @dataclass(frozen=True)
 class UnitSettings:
-    """The settings that decide the output of a work unit, except its tokenizer and files."""
+    """The settings on which a work unit's output depends, besides its tokenizer and files."""
 
     document_format: str
     sources: tuple[RowSettings, ...]
@@ -109,8 +109,8 @@ class PreparationPlan:
     def digest(self, tokenizer: Mapping[str, Any], folder: Path | None = None) -> str:
         """Return a hash of the sources, settings, `tokenizer` and versions of tokenizer libraries.
 
-        folder: if given, paths of local files are relative to this folder. The numbers of processes
-        and shards are left out, because they do not change the output.
+        folder: if given, paths of local files are relative to this folder. tokenizer: hashes of the
+        tokenizer and its template. Numbers of processes and shards do not change the hash.
         """
         splits = self.sources.items()
         content = {
@@ -233,10 +233,10 @@ def cut_into_units(sources: SourceFiles) -> list[WorkUnit]:
 def _share_of_tokens(
     groups: Sequence[list[FilePart]], max_tokens: int | None
 ) -> list[tuple[list[FilePart], int | None]]:
-    """Return the groups of file parts to read, each with its share of `max_tokens`.
+    """Return the groups of file parts to read, each with the most tokens to write from this group.
 
-    A small `max_tokens` is read from few groups, evenly spread over the source. Fixed shares make
-    the units independent of each other.
+    These numbers add up to `max_tokens` (None: no limit). For a small `max_tokens`, few groups are
+    read, evenly spread over the source.
     """
     if max_tokens is None or not groups:
         return [(group, None) for group in groups]
@@ -339,7 +339,7 @@ def _check_first_rows(first: Record, others: Iterator[Record | BadRow], read: Ro
 
 
 def _row_format(record: Record, source: Source, wanted: str) -> str:
-    """Return the format of a source's rows, from its setting or its first record.
+    """Return the name of a source's row format, from its setting or its first record.
 
     wanted: the document format of the earlier sources, which decides if several row formats fit.
     Raises ConfigurationError if no format fits, or if several remain.

@@ -77,7 +77,7 @@ class UnitCounts:
     The keys of documents, tokens, loss_tokens and text_bytes are splits. dropped: {reason:
     records}. notes: {name in NOTES: count}. unread: {label: records} of columns, message keys and
     roles that are not read. refused: {advice: dropped records that stop the preparation}. examples:
-    the first messages of dropped records; if any record is refused, those of refused records only.
+    messages about the first dropped records, or about the first refused records if there are any.
     """
 
     documents: Counter[str] = field(default_factory=Counter)
@@ -110,7 +110,7 @@ class UnitCounts:
 
 
 def commits_begun_with(output_dir: Path) -> dict[str, str]:
-    """Return {NAME@REVISION: commit} of the Hub datasets that earlier runs read for output_dir."""
+    """Return {NAME@REVISION: commit} of the Hub datasets read earlier for output_dir."""
     with suppress(OSError, ValueError):
         settings = json.loads((output_dir / WORKSPACE / SETTINGS).read_text(encoding="utf-8"))
         return dict(settings.get("hub", {}))
@@ -188,7 +188,7 @@ class Workspace:
         return replace(self, output_dir=new, replaced=folder)
 
     def publish(self) -> Path:
-        """Replace the datasets in the folder `replaced`, if any, by the finished ones.
+        """Replace the datasets in the folder `replaced`, if any, by those in output_dir.
 
         Returns the folder of the finished datasets.
         """
@@ -208,7 +208,7 @@ class Workspace:
         """Create the workspace, or resume an existing one.
 
         Finished units of other settings or sources are deleted if `may_discard` is True and their
-        assembly into a dataset has not begun. Otherwise they raise ConfigurationError.
+        assembly into a dataset has not begun. Otherwise such units raise ConfigurationError.
         """
         if self.replaced and not self.root.exists():
             shutil.rmtree(self.output_dir, ignore_errors=True)  # left by a killed --overwrite
@@ -281,7 +281,10 @@ class Workspace:
 
 
 def beside(folder: str | Path, state: str) -> Path:
-    """Return the hidden path in a folder's parent for its "new" or "old" datasets (`state`)."""
+    """Return .NAME.STATE beside a folder NAME: the place of its old or new datasets.
+
+    state: "old" or "new".
+    """
     resolved = Path(folder).resolve()
     return resolved.with_name(f".{resolved.name}.{state}")
 

@@ -37,7 +37,7 @@ OF_THE_LAUNCH = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate the run on the command line; return the exit code."""
+    """Evaluate the run that the command line names; return the exit code."""
     configure_logging()
     load_env_file()
     form = argparse.RawDescriptionHelpFormatter
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None:
-    """Run lm_eval on final/ and save the results as lm_eval.json in the run directory.
+    """Run lm_eval on a run's final/ and save the results as lm_eval.json in the run directory.
 
     flags: further flags of lm_eval. lm_eval prints its table to stdout. Raises ConfigurationError
     if lm_eval cannot run or fails.

@@ -53,7 +53,7 @@ NO_TOKEN = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Upload the model of the run on the command line; return the exit code."""
+    """Upload the model of the run that the command line names; return the exit code."""
     configure_logging()
     load_env_file()
     form = argparse.RawDescriptionHelpFormatter
@@ -77,10 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def files_to_publish(
     run: Path, name: str, *, adapter: bool = False, base_model: str | None = None
 ) -> dict[str, Path | bytes]:
-    """Return {name on the Hub: path or content} of the files to upload, and log the list.
+    """Return {file name on the Hub: path, or content as bytes} of all files to upload.
 
-    Raises ConfigurationError for an invalid name, an unfinished run, a secret in a file, or an
-    adapter whose base model has no name on the Hub.
+    Logs the list. name: the model's name on the Hub. Raises ConfigurationError for an invalid name,
+    an unfinished run, a secret in a file, or an adapter whose base model has no name on the Hub.
     """
     directory = run / (ADAPTER if adapter else FINAL)
     for given in filter(None, (name, base_model)):
@@ -125,10 +125,11 @@ def files_to_publish(
 
 
 def upload(files: Mapping[str, Path | bytes], name: str, *, private: bool) -> str:
-    """Upload files, {name on the Hub: path or content}, in one commit; return the model's URL.
+    """Upload files in one commit; return the model's URL.
 
-    An existing model keeps its visibility, its history and its other files, except old weights.
-    Raises ConfigurationError if the upload fails.
+    files: {file name on the Hub: path, or content as bytes}. An existing model keeps its
+    visibility, its history and its other files, except old weights. Raises ConfigurationError if
+    the upload fails.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
@@ -183,7 +184,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _card(run: Path, directory: Path, name: str, base_model: str | None) -> str:
-    """Return the text of the model card with the model's Hub name, and with lm_eval's results."""
+    """Return the text of the model card with the model's Hub name, and with any lm_eval results."""
     from huggingface_hub import ModelCard
 
     text = (directory / CARD).read_text(encoding="utf-8")

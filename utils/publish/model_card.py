@@ -62,7 +62,8 @@ def shown_name(run: Path, folder: str) -> str:
 def base_model(run: Path) -> tuple[str | None, dict[str, Any]]:
     """Return the Hub name (None: unknown) and the license fields of a run's initial model.
 
-    If the run began with another run's weights, return that run's base model.
+    If the run began with another run's weights, return the other run's base model. The license
+    fields are {} if unknown.
     """
     starts = RunRecord(run).starts
     settings = settings_in_force(run, starts)
@@ -105,7 +106,7 @@ def _source_files(dataset: TokenDataset) -> list[str]:
 
 
 class RunCard:
-    """The card of the model `name` in `directory`, whose weights are from step `step` of `run`.
+    """The card of the model `name` in `directory`, with the weights after step `step` of `run`.
 
     data: the datasets of `train_data`. multimodal: the model also has parts for images or sound,
     which AutoModelForCausalLM does not load. Raises an error if a file of the run is unreadable.

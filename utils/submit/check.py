@@ -3,10 +3,10 @@
     python -m utils.submit.check DIRECTORY FIELDS ANSWER REFUSAL PARTITIONS NODES QOS
         COUNT OPTIONS... JOB_SCRIPT ARGUMENTS...
 
-The job is released on exit code 0. DIRECTORY: where sbatch was called. FIELDS: names of squeue's
-fields, joined by commas. ANSWER: squeue's output for the job: the value of each field, padded to
-WIDTH bytes. So text in a value cannot look like another field. REFUSAL to QOS: see SlurmAnswers.
-COUNT: the number of OPTIONS.
+The job is released if the exit code is 0. DIRECTORY: where sbatch was called. FIELDS: names of
+squeue's fields, joined by commas. ANSWER: squeue's output for the job. In ANSWER, the value of each
+field is padded to WIDTH bytes, so text in a value cannot look like another field. REFUSAL to QOS:
+see SlurmAnswers. COUNT: the number of OPTIONS.
 """
 
 import contextlib
@@ -135,9 +135,9 @@ def job_fields(fields: str, answer: str) -> dict[str, str]:
 
 
 def note_bad_nodes(options: Sequence[str], kind: str, partition: str) -> None:
-    """Print the nodes of a partition with recorded faults, and the option that excludes them.
+    """Print which nodes of a partition have recorded faults, and the option that excludes them.
 
-    kind: the name of the job script.
+    kind: the name of the job script. Prints nothing if the user chose the nodes.
     """
     given = " ".join(options)
     if re.search(r"(^| )(--nodelist|-w)", given):
@@ -227,8 +227,8 @@ def given_last(name: str, variable: str, options: Sequence[str], job_script: Pat
 def signal_lead_s(options: Sequence[str], job_script: Path) -> int | None:
     """Return the seconds from the stop signal to the time limit; None if no signal reaches the run.
 
-    The option must be B:USR1@SECONDS: with B:, Slurm signals the job script, which signals all
-    nodes.
+    The option --signal must be B:USR1@SECONDS. Because of B:, Slurm signals the job script, which
+    then signals all nodes.
     """
     match = _SIGNAL.fullmatch(given_last("signal", "SBATCH_SIGNAL", options, job_script))
     return int(match[1] or _DEFAULT_LEAD_S) if match else None

@@ -33,7 +33,7 @@ class SlurmAnswers:
 
 
 def check_request(job: Mapping[str, str], gpus: int, answers: SlurmAnswers) -> list[str]:
-    """Return notes on limits that could not be checked. gpus: GPUs per node of the job.
+    """Return notes, as texts, on limits that could not be checked. gpus: GPUs per node of the job.
 
     Raises UnfitClusterError if none of the job's partitions can ever start the job.
     """
@@ -65,7 +65,7 @@ def check_request(job: Mapping[str, str], gpus: int, answers: SlurmAnswers) -> l
 def _qos_limits(
     job: Mapping[str, str], partition: Mapping[str, str], table: str
 ) -> dict[str, str] | None:
-    """Return {limit: value} from the QOS of job and partition; None if sacctmgr lacks a QOS.
+    """Return {limit: value} from the QOS of job and partition; None if `table` lacks one of them.
 
     table: sacctmgr's output.
     """
@@ -154,7 +154,7 @@ def _number(text: str) -> float:
 
 
 def count_gpus(tres: str) -> int:
-    """Return the GPUs in Slurm's TRES text: 4 for gres:gpu:h100:4 and gres/gpu=4, 1 for gpu."""
+    """Return the number of GPUs in a TRES text: 4 for gres:gpu:h100:4 and gres/gpu=4, 1 for gpu."""
     entries = [entry for entry in tres.split(",") if "gpu" in entry]  # Slurm uses the last one
     number = re.search(r"[:=](\d+)(?:\(|$)", entries[-1]) if entries else None
     return int(number[1]) if number else len(entries[:1])

@@ -142,7 +142,7 @@ def _setting_faults(
 
 
 def _texts(value: Any) -> list[str]:
-    """Return a setting's value as words of a command line."""
+    """Return a setting's value as a list of words for a command line."""
     values = value if isinstance(value, list) else [value]
     return [each if isinstance(each, str) else json.dumps(each) for each in values]
 
@@ -155,7 +155,7 @@ def point_name(settings: Mapping[str, Any]) -> str:
 
 
 def check_points(sweep: Sweep) -> None:
-    """Dry-run all points; print the output of the first. ConfigurationError lists all faults."""
+    """Dry-run all points; print the first point's output. ConfigurationError lists all faults."""
     main = runpy.run_path(sweep.script, run_name="a_sweeps_script")["main"]
     faults: dict[str, list[str]] = {}
     for number, (name, (_, *arguments)) in enumerate(sweep.points.items()):

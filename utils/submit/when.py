@@ -43,9 +43,9 @@ each requeue the job is assumed to wait as long as now. Nothing was submitted.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print start and end for each node count and time limit, and the command of the best choice.
+    """Print start and end of the training for each node count and time limit, and the best command.
 
-    Raises ConfigurationError if the job cannot be forecast.
+    The best command has the earliest end. Raises ConfigurationError if the job cannot be forecast.
     """
     directory, gpu, count, *words = sys.argv[1:] if argv is None else argv
     options, script = words[: int(count)], words[int(count) :]
@@ -123,10 +123,10 @@ def requested(words: Sequence[str], directory: str, kind: str, gpu: str) -> Requ
 
 
 def limits(asked_s: int, overhead_s: float, run_s: float) -> list[int]:
-    """Return the time limits to compare, in seconds, the longest first.
+    """Return a list of time limits to compare, in seconds, the longest first.
 
-    They are 1, 1/2, 1/4 and 1/8 of `asked_s`, and the shortest limit in which the training ends.
-    overhead_s: seconds of each job start without training. Limits below twice `overhead_s` are left
+    The limits are 1, 1/2, 1/4 and 1/8 of `asked_s`, and the shortest limit in which the training
+    ends. overhead_s: seconds of each job without training. Limits below twice `overhead_s` are left
     out. Raises ConfigurationError if `asked_s` itself is too short.
     """
     enough_s = math.ceil(1.1 * (run_s + overhead_s) / 600) * 600
@@ -143,8 +143,8 @@ def course(
 ) -> tuple[int, float, float]:
     """Return (number of job starts, seconds in all jobs together, seconds until the training ends).
 
-    The job waits `wait_s` before each start. Each start trains from the end of its start-up to the
-    stop signal. run_s: seconds of training. until_signal_s: from a job's start to its stop signal.
+    The job waits `wait_s` before each start. After `startup_s` it trains until the stop signal.
+    run_s: seconds of training in all jobs. until_signal_s: from a job's start to its stop signal.
     """
     starts = math.ceil(run_s / (until_signal_s - startup_s))
     busy_s = run_s + starts * startup_s
@@ -172,7 +172,7 @@ def test_only(words: Sequence[str], directory: str) -> str:
 
 
 def start_s(words: Sequence[str], directory: str, now_s: float) -> float:
-    """Return the start that sbatch forecasts, as unix time, not before `now_s`.
+    """Return when sbatch forecasts that the job starts: unix time in seconds, at least `now_s`.
 
     Raises ConfigurationError with sbatch's message if there is no forecast.
     """
@@ -189,7 +189,7 @@ def start_s(words: Sequence[str], directory: str, now_s: float) -> float:
 def work_left(
     command: Sequence[str], nodes: int, gpus: int, gpu: str
 ) -> tuple[float, float, str, tuple[int, int]]:
-    """Return (seconds of training left, seconds of a start-up, where these are from, totals).
+    """Return (seconds of training left, seconds of a start-up, the origin of both as text, totals).
 
     command: the dry run. gpus: GPUs per node. gpu: a GPU's name, or "". totals: the steps and
     tokens of the whole training. Raises ConfigurationError if the dry run refuses, or if the speed
