@@ -49,9 +49,10 @@ class MarkedChat:
     text: the rendering without marks. Marks surround the pieces into which tags such as <think>
     split a text. A text that begins or ends with a tag also has a mark at that edge. An empty text
     may have one mark. Raises UnusableRowError if marks change what the template prints, for example
-    if the template compares the start of texts. expected: {(message index, kind): least number of
-    marks in a complete rendering}. indices: the index of each mark in `text`. marks_of: {message
-    index: indices of its marks in `marks`}.
+    if the template compares the start of texts.
+
+    expected: {(message index, kind): least number of marks in a complete rendering}. indices: the
+    index of each mark in `text`. marks_of: {message index: indices of its marks in `marks`}.
     """
 
     def __init__(self, template: ChatTemplate, chat: ChatDocument, text: str):
@@ -161,10 +162,10 @@ class MarkedChat:
         return {"type": name, name: self._text(part[name], index, kind, self._marks_empty)}
 
     def _text(self, text: str, index: int, kind: int, can_be_empty: bool = False) -> str:
-        """Return a text of message `index` with marks of a kind around its pieces between tags.
+        """Return a text with marks of the kind `kind` around each of its pieces between tags.
 
-        Pieces inside <think> and </think> get marks of the kind REASONING. can_be_empty: an empty
-        text gets one mark.
+        index: the message's index. Pieces inside <think> and </think> get marks of the kind
+        REASONING. can_be_empty: an empty text gets one mark.
         """
         if not text.strip():
             return self._mark(index, kind) + text if can_be_empty else text

@@ -77,7 +77,10 @@ class ChatMasks:
         return False
 
     def _check_roles(self, chat: ChatDocument) -> None:
-        """Raise UnusableRowError if no role is `user` and the template lacks one of the roles."""
+        """Raise UnusableRowError if no message has the role `user` and one has an unknown role.
+
+        Known roles are those in OWN_ROLES and those in the template's text.
+        """
         roles = dict.fromkeys(message["role"] for message in chat.messages)
         unknown = [
             role for role in roles if role not in OWN_ROLES and role not in self.template.source

@@ -263,7 +263,7 @@ class TurnDelimiter:
     def _end_after_calls(
         self, chat: MarkedChat, turn: int, ended: str, continued: str
     ) -> tuple[int, str] | None:
-        """Return the result of `_end` for a turn with tool calls; None if nothing ends the turn."""
+        """Return what `_end` returns, in a turn with tool calls; None if nothing ends the turn."""
         is_last = turn == len(chat.messages) - 1
         answer = self._followed_by(chat, turn, {"role": ASSISTANT}).rpartition(PROBE)[2].strip()
         plain = answer.removesuffix(self._standing_header(chat)).strip()
@@ -321,7 +321,7 @@ class TurnDelimiter:
         return (len(ended), self.stop) if has_no_end else None
 
     def _end_of_shared_tokens(self, chat: MarkedChat, ended: str, continued: str) -> int:
-        """Return the end of the last special token in the texts' common beginning; 0 if none."""
+        """Return the index behind the last special token of the texts' common prefix; 0 if none."""
         shared = _common_prefix(ended, continued) if continued else ended
         if self.stop in shared:
             return shared.index(self.stop) + len(self.stop)
@@ -337,7 +337,7 @@ class TurnDelimiter:
     # --- renderings
 
     def _text_if_continued(self, chat: MarkedChat, turn: int) -> str:
-        """Return the text between a turn and an invented next message; "" if refused."""
+        """Return the text from a turn to an invented next message; "" if the template refuses."""
         answer = {"role": "user"}
         if calls := chat.chat.messages[turn].get("tool_calls"):
             name, number = calls[-1]["function"].get("name", ""), calls[-1].get("id", PROBE_ID)

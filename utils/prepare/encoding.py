@@ -81,7 +81,7 @@ class SpecialTokens:
 def encode(
     tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], special_tokens: bool = False
 ) -> list[np.ndarray]:
-    """Return the token ids of each text as (tokens,) int64. special_tokens: add BOS, EOS, ..."""
+    """Return a list with each text's token ids, (tokens,) int64. special_tokens: add BOS, EOS."""
     if not texts:
         return []  # a tokenizer takes no empty list
     with foreign(f"the tokenizer {tokenizer.name_or_path}", TOKENIZER_FAILS):
@@ -258,7 +258,7 @@ class GigatokenEncoder:
         self._tokenizer = gigatoken.Tokenizer(tokenizer.backend_tokenizer)
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the token ids of each text, without special tokens."""
+        """Return a list with an array of token ids for each text, without special tokens."""
         import awkward
 
         if not texts:

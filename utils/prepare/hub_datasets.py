@@ -55,8 +55,8 @@ class Listing:
     """The files of each split in one subset of a Hub dataset, at one commit.
 
     others: the names of the dataset's other subsets. mtime_ns: unix time, in ns, of the newest
-    commit that changed one of the first _DATED_FILES files. All machines see the same time, unlike
-    the time of a local file.
+    commit that changed one of the first files (at most _DATED_FILES). All machines see the same
+    time, unlike the time of a local file.
     """
 
     subset: str

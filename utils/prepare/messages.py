@@ -168,7 +168,7 @@ def _single_messages(where: str, given: Any, turn: int) -> Iterator[dict[str, An
 
 
 def _split_tool_results(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a message, split at its `tool_result` parts (Anthropic), which become tool messages."""
+    """Yield a message, or its pieces: `tool_result` parts (Anthropic) become tool messages."""
     content = message.get("content")
     if not isinstance(content, list) or not any(map(_is_tool_result, content)):
         yield message

@@ -47,7 +47,7 @@ Records = Iterator[Record | BadRow]
 
 
 def cut_file(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
-    """Yield the parts of a file, each of about `part_bytes` if files of this kind can be cut."""
+    """Yield the parts of a file, each of about `part_bytes` bytes, or one part for the file."""
     if file.kind == "parquet":
         metadata = pq.read_metadata(file.path)
         start = size = 0
@@ -224,7 +224,7 @@ def _records_of(path: str, value: Any) -> list[Any]:
 
 
 def _read_csv(part: FilePart, _: Sequence[str] | None) -> Records:
-    """Yield the rows of a CSV or TSV file as records of strings, named by the header."""
+    """Yield each row of a CSV or TSV file as a record: {column name from the header: string}."""
     path = part.file.path
     csv.field_size_limit(1 << 28)
     with (
@@ -257,7 +257,7 @@ def _read_csv(part: FilePart, _: Sequence[str] | None) -> Records:
 
 
 def _delimiter(header: str, usual: str) -> str:
-    """Return a CSV header's delimiter: `usual` if the header has it, else the most frequent."""
+    """Return a CSV header's delimiter: `usual` if used, else the one that gives most columns."""
     cells: dict[str, int] = {}
     for mark in (usual, *",;|\t"):
         with suppress(csv.Error):
@@ -319,7 +319,7 @@ def _rows(
 
 
 def _as_json(value: Any, kind: pa.DataType) -> Any:
-    """Return an Arrow value as the JSON value that it was made from. kind: its Arrow type.
+    """Return the JSON value from which an Arrow value was made. kind: the value's Arrow type.
 
     Null fields of a struct are left out: Arrow gives every row the keys of all rows, with null for
     keys that the row did not have. Features of type `Json()` are decoded.

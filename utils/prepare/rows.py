@@ -146,7 +146,7 @@ class RowSettings:
 
     @property
     def answers_column(self) -> str:
-        """The answers column (Alpaca: the history) as the file calls it, for error messages."""
+        """The answers column's name in the file (Alpaca: the history's), for error messages."""
         # Alpaca: the history, because errors about the output are raised earlier.
         alpaca = self.row_format == "alpaca"
         return self.name_of("history" if alpaca else NEEDED[self.row_format][-1])
@@ -228,7 +228,8 @@ class _Row(dict[str, Any]):
 def detect_formats(fields: Mapping[str, Any]) -> list[str]:
     """Return the names of the row formats that fit: those whose NEEDED columns the row has.
 
-    Formats in PIECES are returned only if no other format fits: transcripts also have "segments".
+    The formats in PIECES (segments, tokens) are returned only if no other format fits, because
+    transcripts also have a column "segments".
     """
     found = [name for name, needed in NEEDED.items() if all(column in fields for column in needed)]
     return [name for name in found if name not in PIECES] or found
@@ -355,7 +356,7 @@ def _alpaca_turns(fields: _Row) -> Iterator[dict[str, Any]]:
 
 
 def _answer(fields: _Row, text: str) -> dict[str, Any]:
-    """Return the answer with the thought of its row, if `text` does not begin with a thought."""
+    """Return an answer's message, with the row's thought if `text` does not begin with one."""
     thought = fields.get("reasoning_content")
     if not str(thought or "").strip() or split_thought(text)[0]:
         return {"role": ASSISTANT, "content": text}

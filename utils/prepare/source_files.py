@@ -165,7 +165,7 @@ def open_source(path: str, compression: Compression | None) -> IO[bytes]:
 
 
 class _ZstdStream(io.RawIOBase):
-    """Reader of decompressed zstd files, with windows up to 2 GiB (--long=31; pyarrow: 128 MiB)."""
+    """Reader of zstd files with windows up to 2 GiB (zstd --long=31). pyarrow takes 128 MiB."""
 
     def __init__(self, path: str):
         self._blocks = _zstd_blocks(path)

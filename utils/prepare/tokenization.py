@@ -79,7 +79,7 @@ class TokenizedDocument:
 
     @property
     def has_target(self) -> bool:
-        """Whether a token after the first one is trained on. Nothing predicts the first token."""
+        """Whether any token except the first is trained on. Nothing predicts the first token."""
         return len(self.ids) > 1 if self.loss_mask is None else bool(self.loss_mask[1:].any())
 
     def truncated(self, length: int) -> "TokenizedDocument":
@@ -92,8 +92,9 @@ class DocumentTokenizer:
     """Tokenizer of documents, which gives token ids and loss masks.
 
     Texts, and prompts with completions, get EOS, and BOS if the tokenizer adds BOS, unless already
-    present. Pieces are tokenized one by one. Chats get only the special tokens that the template
-    prints. template_date: the date (YYYY-MM-DD) that the template prints as today's date.
+    present. The texts of a PiecesDocument are tokenized one by one. Chats get only the special
+    tokens that the template prints. template_date: the date (YYYY-MM-DD) that the template prints
+    as today's date.
     """
 
     def __init__(
@@ -301,7 +302,7 @@ def _empty(document: TextDocument | CompletionDocument) -> BadRow:
 
 
 def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
-    """Return which tokens of a rendered chat are trained on: bool, (tokens,).
+    """Return a mask of a rendered chat's tokens, bool, (tokens,). True: the token is trained on.
 
     offsets: each token's start and stop in characters, (tokens, 2). A token inside a span of `chat`
     is trained on. A token across an edge of a span is trained on if its text outside the span is

@@ -60,8 +60,8 @@ def run_units(
     """Prepare all work units, in up to `num_proc` worker processes if there is enough work.
 
     apart: use at least one worker process. Raises ConfigurationError for unusable rows after all
-    units are checked. The error has the first unusable rows and the number of all. A unit without a
-    usable row ends the work at once.
+    units are checked. The error has the first unusable rows and the number of all unusable rows. A
+    unit without a usable row ends the work at once.
     """
     total_bytes = sum(unit.size for unit in units)
     workers = min(num_proc, len(units), total_bytes // LEAST_BYTES_A_WORKER[worker.backend])
@@ -99,7 +99,7 @@ def run_units(
 
 
 def _refusal(counts: UnitCounts) -> ConfigurationError:
-    """Return the error for unusable rows, with the first rows' faults and the number of all."""
+    """Return the error for unusable rows: faults of the first rows, number of all unusable rows."""
     number, advice = counts.refused.total(), "; or ".join(counts.refused)
     if number == 1:
         return ConfigurationError(f"{counts.examples[0]}; {advice}")

@@ -170,9 +170,10 @@ def check_text(what: str, text: Any) -> None:
 
 
 def tools_of(column: str, value: Any) -> list[Any] | None:
-    """Return the tools of a row in OpenAI's form; None without tools. column: its name in errors.
+    """Return a list of a row's tools in OpenAI's form; None if the row has no tools.
 
-    Raises UnusableRowError if `value` is no list of JSON schemas.
+    column: the column's name in errors. Raises UnusableRowError if `value` is no list of JSON
+    schemas.
     """
     tools = decoded(value)
     if not tools or (isinstance(tools, str) and not tools.strip()):

@@ -58,7 +58,7 @@ SourceFiles = Sequence[tuple[Source, Sequence[SourceFile]]]
 class WorkUnit:
     """A piece of a source that one worker tokenizes: consecutive parts of its files.
 
-    source: the number of the source. size: bytes on disk. max_tokens: the most tokens to write;
+    source: the index of the source. size: bytes on disk. max_tokens: the most tokens to write;
     None: no limit.
     """
 

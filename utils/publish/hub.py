@@ -3,9 +3,9 @@ r"""Upload the finished model of a run to the Hugging Face Hub, with its model c
     python -m utils.publish.hub runs/my-run OWNER/NAME
     python -m utils.publish.hub runs/my-run OWNER/NAME-lora --adapter --public --dry_run
 
-The upload is one commit with the files in ALLOWED only; no file may contain a secret. The token is
-HF_WRITE_TOKEN from the environment or .env, else the token that `hf auth login` stored.
-`push_to_hub: true` in a recipe does the same at the end of a run.
+The upload is one commit of weights, configuration, tokenizer, processor, model card and license. No
+file may contain a secret. The token is HF_WRITE_TOKEN from the environment or .env, else the token
+that `hf auth login` stored. `push_to_hub: true` in a recipe does the same at the end of a run.
 """
 
 import argparse
@@ -125,7 +125,7 @@ def files_to_publish(
 
 
 def upload(files: Mapping[str, Path | bytes], name: str, *, private: bool) -> str:
-    """Upload files in one commit; return the model's URL.
+    """Upload files in one commit; return the model's URL. private: make a new model private.
 
     files: {file name on the Hub: path, or content as bytes}. An existing model keeps its
     visibility, its history and its other files, except old weights. Raises ConfigurationError if

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def plan_job(
     job: Mapping[str, str], gpus: int, answers: SlurmAnswers, arguments: Sequence[str]
 ) -> tuple[Allocation, StrategyConfig]:
-    """Return the nodes and processes that the job will have, and its accelerate config.
+    """Return the nodes and processes that the job will have, and its accelerate configuration.
 
     gpus: GPUs per node. Raises UnfitClusterError if a job without GPUs would train on GPUs.
     """
@@ -159,7 +159,8 @@ def make_log_folder(log: str) -> None:
     """Make the folder of the log, and print the log's path.
 
     Without this folder, Slurm ends the job at once and prints no message. A folder with "%" in its
-    name is not made, because Slurm replaces the "%" pattern. Raises ConfigurationError.
+    name is not made, because Slurm replaces the "%" pattern. Raises ConfigurationError if the
+    folder cannot be made.
     """
     folder = Path(log).parent
     if "%" not in str(folder) and not folder.is_dir():

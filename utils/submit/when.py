@@ -4,7 +4,8 @@
 
 Slurm forecasts when the jobs start (sbatch --test-only). Nothing is submitted. A dry run for each
 number of nodes checks batch size and memory. If the run has already trained, its measured speed is
-used. Otherwise the dry run forecasts the speed of GPU, a name as in --assume (H100-80GB) or empty.
+used. Otherwise the dry run forecasts the speed on the GPU that GPU names, such as H100-80GB (see
+--assume). GPU may be empty.
 """
 
 import datetime
@@ -143,8 +144,9 @@ def course(
 ) -> tuple[int, float, float]:
     """Return (number of job starts, seconds in all jobs together, seconds until the training ends).
 
-    The job waits `wait_s` before each start. After `startup_s` it trains until the stop signal.
-    run_s: seconds of training in all jobs. until_signal_s: from a job's start to its stop signal.
+    The job waits `wait_s` before each start. After `startup_s` the job trains until its stop
+    signal. run_s: seconds of training in all jobs. until_signal_s: from a job's start to its stop
+    signal.
     """
     starts = math.ceil(run_s / (until_signal_s - startup_s))
     busy_s = run_s + starts * startup_s
@@ -166,7 +168,7 @@ def output_of(command: Sequence[str], env: Mapping[str, str], directory: str = "
 
 
 def test_only(words: Sequence[str], directory: str) -> str:
-    """Return the output of sbatch --test-only: the options as understood and a forecast start."""
+    """Return the output of sbatch --test-only: the options as read, and a forecast start."""
     env = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
     return output_of(["sbatch", "--verbose", "--test-only", *words], env, directory)
 
