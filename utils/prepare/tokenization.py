@@ -1,7 +1,6 @@
 """Tokenization: the token ids of documents, and their loss masks (which tokens are trained on).
 
-Character offsets of tokens show which tokens of a chat are trained on, and where a completion
-begins.
+Character offsets of tokens give the loss mask of a chat and the first token of a completion.
 """
 
 import json
@@ -64,8 +63,8 @@ WORDS_HELD, BLANK_HELD = "prompt_words_in_completions", "prompt_blanks_in_comple
 class TokenizedDocument:
     """A document's token ids, (tokens,) in the dataset's integer type, and its loss mask.
 
-    loss_mask: (tokens,) int8; None: every token is trained on. notes: {name in workspace.NOTES:
-    count}.
+    loss_mask: (tokens,) int8; None: every token is trained on. notes: counts by their names in
+    NOTES.
     """
 
     ids: np.ndarray
@@ -93,8 +92,8 @@ class DocumentTokenizer:
 
     Texts, and prompts with completions, get EOS, and BOS if the tokenizer adds BOS, unless already
     present. The texts of a PiecesDocument are tokenized one by one. Chats get only the special
-    tokens that the template prints. template_date: the date (YYYY-MM-DD) that the template prints
-    as today's date.
+    tokens of the template. template_date: the date (YYYY-MM-DD) that the template prints as
+    today's.
     """
 
     def __init__(
