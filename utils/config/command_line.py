@@ -90,7 +90,7 @@ def read_settings(
 
 
 def _of_another_toolkit(entries: Mapping[str, Given], values: SettingValues) -> Iterator[str]:
-    """Yield a line for each recipe with many unknown settings: it names the import command."""
+    """Yield a line with the import command for each recipe that has many unknown settings."""
     names = (name for name in values.unusable - values.declared.keys() if "." not in name)
     unknown = [entries[name] for name in names]  # the importer's toolkits have flat configs
     files = Counter(each.source.rpartition(":")[0] for each in unknown if each.rank != FLAGS_RANK)
@@ -186,7 +186,7 @@ def with_value(mapping: Given | None, path: Sequence[str], entry: Given) -> Give
 
 
 def _as_typed(ours: str, entry: Given, declared: Mapping[str, Declaration]) -> str:
-    """Return an unknown setting's value as text to type after our name for it, `ours`.
+    """Return the value of an unknown setting as the user can type it after our name, `ours`.
 
     Returns "" if the value does not have the type of our setting.
     """

@@ -145,7 +145,7 @@ def derive_group_sizes(values: SettingValues) -> None:
 
     The sizes are the number of copies of the states and the number of ranks that share a copy.
     Sizes 1 and 1 count as not set. The ranks of a copy are `dp_shard`, or all ranks of a node.
-    Without HSDP, a flag or later recipe for `strategy` resets `dp_shard`.
+    Without HSDP, a recipe's `dp_shard` is reset if `strategy` is a flag or in a later recipe.
     """
     environment, shards = values.environment, values["dp_shard"]
     if set(group_sizes(environment).values()) == {"1"}:
@@ -254,7 +254,7 @@ def _deepspeed_file_faults(file: str, values: SettingValues, processes: int) -> 
 
 @contextmanager
 def launch_for_libraries(values: SettingValues) -> Iterator[None]:
-    """Give os.environ the launch's variables in the with block, in which TrainingArguments is made.
+    """Set the launch's variables in os.environ for the with block, which makes TrainingArguments.
 
     The precision of the accelerate config is removed, because it would overrule `bf16: false`. In a
     dry run the launcher's variables are removed as well: with WORLD_SIZE=8 accelerate would wait

@@ -59,9 +59,9 @@ def settle_precision(values: SettingValues) -> None:
 
 
 def _choose(values: SettingValues, name: str, choice: Given) -> None:
-    """Set the setting `name` to a choice. A resumed run keeps its own value instead.
+    """Set the setting `name` to `choice`.
 
-    A resumed run takes the choice if the choice does not depend on the machine (see BY_MACHINE).
+    If the choice depends on the machine (BY_MACHINE), a resumed run keeps its first value instead.
     """
     before = settings_of_run(values)
     old = before.get(name) if name == RECOMPUTED else bool(before.get(name))

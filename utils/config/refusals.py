@@ -67,7 +67,7 @@ def check_run(values: SettingValues) -> Iterator[str]:
 
 
 def check_debug(values: SettingValues) -> Iterator[str]:
-    """Yield a fault if the value of `debug` is unknown or excludes that of compile or loss_head."""
+    """Yield a fault if `debug` is unknown, or if it does not work with compile or loss_head."""
     if "underflow_overflow" in values["debug"]:
         if values["compile"] is not False or values["loss_head"] != "logits":
             yield f"{values.shown('debug')} needs --compile false and --loss_head logits"
@@ -160,9 +160,9 @@ def check_context_parallel(values: SettingValues) -> Iterator[str]:
 
 
 def check_evaluation(values: SettingValues) -> Iterator[str]:
-    """Yield faults of evaluations and of the best model.
+    """Yield a line for each fault of the evaluations and of the best model's metric.
 
-    save_strategy `best` is refused. eval_steps or metric_for_best_model may be missing or wrong.
+    save_strategy `best` is refused, because it saves nothing at the end of a run.
     """
     splits = eval_splits(values["eval_data"])
     if values["save_strategy"] == "best":

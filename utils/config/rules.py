@@ -102,7 +102,7 @@ def leave_out_overruled(values: SettingValues) -> None:
 
 
 def leave_out_moot(values: SettingValues) -> None:
-    """Reset settings without effect (see MOOT). Call this when all missing values are derived."""
+    """Reset settings without effect (see MOOT). Call this after all missing values are derived."""
     for name, cause in _without_effect(values, MOOT):
         # A value that is off or null has no effect anyway.
         if values.rank(name) > 0 and values[name]:

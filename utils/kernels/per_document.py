@@ -125,7 +125,7 @@ def _in_blocks(query: Tensor, length: int, terms: ScoreTerms) -> bool:
 def _blocked_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """Return causal attention computed with oneDNN's products of blocks of queries and keys.
 
-    With it, a step on packed chats takes 16 % less time than with SDPA.
+    A step on packed chats takes 16 % less time with this function than with SDPA.
     """
     heads, length, _ = query.shape[1:]
     # For few different shapes, split the batch into powers of two.

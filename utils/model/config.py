@@ -354,7 +354,7 @@ def _own_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase | None:
 
 @functools.lru_cache(maxsize=1)
 def _load_own(model: str) -> PreTrainedTokenizerBase | None:
-    """Return a model's tokenizer, or None if there is none. If it fails to load, log why."""
+    """Return a model's tokenizer; None if it is missing or fails to load, which is logged."""
     if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):
         return None
     try:

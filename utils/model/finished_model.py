@@ -84,7 +84,7 @@ def read_processor_files(settings: RunSettings) -> dict[str, bytes]:
 
 
 def write_processor_files(files: Mapping[str, bytes], tokenizer: Any, directory: Path) -> None:
-    """Write the processor's files. Leave out its chat template if the tokenizer has a template."""
+    """Write the processor's files. Leave out an old chat template if the tokenizer has one."""
     for name, content in files.items():
         if name != OLD_TEMPLATE or not tokenizer.chat_template:
             (directory / name).write_bytes(content)

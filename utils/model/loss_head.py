@@ -72,7 +72,7 @@ class RouterTerm:
 
 @dataclass
 class LossOutput(ModelOutput):
-    """The loss of a micro-batch, and sums over its tokens from which other losses follow."""
+    """The loss of a micro-batch, and sums over its tokens: losses by source, uses of experts."""
 
     loss: torch.Tensor | None = None
     # by_source: the result of `_sums_by_source`, only by the fused head. hits: whether the label of

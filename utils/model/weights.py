@@ -142,9 +142,9 @@ def _refuse_misfits(path: str, info: Mapping[str, Any], exact: bool) -> None:
 
 
 def weights_dtype(model: ModelArguments, config: PreTrainedConfig) -> torch.dtype:
-    """Return the weights' type in memory: --dtype, or float32 if it is not given.
+    """Return the weights' type in memory: --dtype, or float32 if --dtype is not given.
 
-    auto: the type in the model's configuration
+    --dtype auto means the type in the model's configuration.
     """
     if model.dtype == "auto":
         return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32

@@ -239,7 +239,7 @@ def exchanged_bytes(setup: Setup, ranks: int) -> tuple[float, float]:
     """Return the bytes that each GPU sends per micro-batch, and those at the end of a step.
 
     Sharded weights are gathered for the forward and the backward pass, with 2 bytes each. Gradients
-    are summed over the ranks with 4 bytes each, but with 2 bytes by DeepSpeed and ddp_comm_hook.
+    are summed over the ranks with 4 bytes each. DeepSpeed and ddp_comm_hook use 2 bytes each.
     """
     if ranks == 1:
         return 0.0, 0.0

@@ -176,7 +176,7 @@ def choose(
 
 
 def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
-    """Return the free bytes that this rank may use, and the bytes of its GPU. Unknown: None."""
+    """Return the free bytes that this rank may use, and its GPU's bytes. None means unknown."""
     if launch.device == "cuda":
         free, total = torch.cuda.mem_get_info()
         return free - int(RESERVED["cuda"] * total), total

@@ -104,8 +104,8 @@ class Setup:
 class Stretch:
     """The memory of a part of a training step, such as the forward pass of a layer.
 
-    Live bytes are those of tensors that something still refers to. change: {name of an earlier or
-    this part: growth of the live bytes that the named part allocated}. peak: the largest growth of
+    Live bytes are those of tensors that something still refers to. change: {name of a part: growth,
+    during this part, of the live bytes that the named part allocated}. peak: the largest growth of
     all live bytes since this part began. gradients: bytes of the layer's gradients, which are live
     when its backward pass ends.
     """
@@ -328,7 +328,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def layer_kinds(layers: Sequence[nn.Module]) -> list[int]:
-    """Return a list: each layer's first equal layer, as index. Equal: the same class and shapes."""
+    """Return each layer's kind: the index of the first layer with the same class and shapes."""
     first: dict[Any, int] = {}
     kinds = []
     for number, layer in enumerate(layers):

@@ -166,7 +166,7 @@ def group_of(mesh: DeviceMesh, dimension: str) -> tuple[int, ...]:
 
 
 def outline(setup: Setup) -> Outline:
-    """Return the run's model with one layer of each kind. A hundred layers would take a minute."""
+    """Return the run's model with one layer of each kind, because sharding all takes a minute."""
     with torch.device("meta"):
         model_class: Any = causal_lm_class(setup.config)
         model = with_adapters(model_class(setup.config).to(setup.dtype), setup.settings.model)

@@ -79,7 +79,10 @@ class RunData:
 
 
 def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
-    """Load the settings' tokenizer, or else the data's, or else the model's. ConfigurationError."""
+    """Load the tokenizer in the settings, or else that of the training data, or else the model's.
+
+    Raises ConfigurationError if no tokenizer is found, or if it does not fit the model.
+    """
     directory = settings.data.tokenizer_name_or_path
     if not directory:
         source = next(iter(train_sources(settings.data.train_data)))
@@ -127,7 +130,7 @@ def _open_sizes(settings: RunSettings, names: Sequence[str]) -> list[str]:
 
 
 def _sizes_of_the_run(settings: RunSettings) -> dict[str, tuple[Any, str]]:
-    """Return {setting: (value, reason)} of the run to resume for missing sizes; {} if it is new."""
+    """Return {setting: (value, reason)} from the run to resume, for sizes that are not given."""
     record, values = resumed_record(settings), settings.values
     before = settings_in_force(record.directory, record.starts) if record.starts else {}
     why = f"as the run in {record.directory} began"
@@ -143,7 +146,7 @@ def _sizes_of_the_run(settings: RunSettings) -> dict[str, tuple[Any, str]]:
 def _derived_sizes(
     settings: RunSettings, config: PreTrainedConfig, ranks: int
 ) -> dict[str, tuple[Any, str]]:
-    """Return {setting: (value, reason)}, derived from data, model and ranks, of missing sizes."""
+    """Return {setting: (value, reason)} of the length and batch sizes that are not given."""
     data, found = settings.data, dict[str, tuple[Any, str]]()
     given, fine_tuning = settings.values.given.keys(), settings.script == "sft_train.py"
     train = [_open(settings, name, "train", ()).lengths for name in train_sources(data.train_data)]
@@ -197,7 +200,7 @@ def batch_for(rows: int, ranks: int) -> int:
 
 
 def more_steps(rows: int, global_batch_size: int, ranks: int) -> str:
-    """Return flags, as text, with which a run on `rows` sequences has 50 steps (FEW_STEPS)."""
+    """Return flags, as text, that give a run on `rows` sequences 50 steps or more (FEW_STEPS)."""
     size = min(batch_for(rows, ranks), global_batch_size)
     flags = f"--num_train_epochs {math.ceil(FEW_STEPS * size / rows)}"
     return flags if size == global_batch_size else f"--global_batch_size {size} {flags}"
@@ -210,7 +213,7 @@ def load_run_data(
     *,
     fine_tuning: bool,
 ) -> RunData:
-    """Open, check and pack every split. Raises ConfigurationError with the problems of all splits.
+    """Return all splits, opened, checked and packed. Raises ConfigurationError with all problems.
 
     In fine-tuning each document needs a token with a loss, and the setting `on_overlong` decides
     what happens to long documents. Pretraining splits long documents.

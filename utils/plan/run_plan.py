@@ -326,7 +326,7 @@ def _attention(
     device: torch.device | None,
     report: Report,
 ) -> AttentionChoice:
-    """Return the attention, after checks of packed documents and of context_parallel."""
+    """Return the attention that passes the checks of packed documents and of context_parallel."""
     model, training = settings.model, settings.training
     whole_rows = all(
         plan.one_document_each
