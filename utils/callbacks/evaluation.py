@@ -34,15 +34,15 @@ logger = logging.getLogger(__name__)
 
 
 class FinishedEarlyError(Exception):
-    """The resumed run has already ended by early stopping. Raised on all ranks before a step."""
+    """Raised on all ranks, before any step, if early stopping ended the run before this resume."""
 
 
 class EarlyStopping(TrainerCallback):
     """A callback that ends the run after `patience` evaluations in a row without improvement.
 
     `judge`, transformers' EarlyStoppingCallback, compares the metric metric_for_best_model. If
-    Trainer called `judge`, this would count each split and each interrupted evaluation, and lose
-    the count on resume. Instead, the trainer calls `take_evaluation` once per evaluation.
+    `judge` were a callback of Trainer, `judge` would count each split and each interrupted
+    evaluation, and lose the count on a resume. Instead, the trainer calls `take_evaluation`.
     """
 
     def __init__(self, patience: int, threshold: float):
@@ -86,7 +86,7 @@ class EarlyStopping(TrainerCallback):
 
     @override
     def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Cancel Trainer's log, evaluation and save at the epoch's end if the run ends early."""
+        """After early stopping, cancel Trainer's log, evaluation and save at the epoch's end."""
         if self.ended:
             control.should_log = control.should_evaluate = control.should_save = False
 

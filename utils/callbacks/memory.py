@@ -63,7 +63,7 @@ class MemoryMonitor(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
-        """Read the energy counter. Reset the memory peak, so that it leaves out loading."""
+        """Read the energy counter. Reset the memory peak, so that the peak leaves out loading."""
         self.device, self.rows = args.device, args.per_device_train_batch_size
         self._new_peak()
         self.energy_at_begin = energy_kwh(self.device)
@@ -85,8 +85,8 @@ class MemoryMonitor(TrainerCallback):
     def metrics(self) -> dict[str, float]:
         """Return {name: value} of memory and GPU use since the last training log.
 
-        A value is the maximum over ranks, or another summary in REDUCED. The second call logs the
-        headroom. Collective over ranks.
+        A value is the maximum over ranks, or the minimum, mean or sum (see REDUCED). The second
+        call logs the headroom. Collective over ranks.
         """
         self.measure(self.peak_bytes)
         self.peak_bytes, self.logs = 0, self.logs + 1
@@ -145,7 +145,7 @@ class MemoryMonitor(TrainerCallback):
         return {"gpu_utilization": busy / 100, "gpu_power_w": milliwatts / 1000}
 
     def headroom(self) -> str:
-        """Return a text on the fullest GPU: its free memory, and the largest micro-batch for it."""
+        """Return a text: the least headroom of the GPUs, and the largest micro-batch that fits."""
         least = min(self.by_rank, key=lambda sizes: sizes["memory_headroom_gib"])
         room, total = least["memory_headroom_gib"], least["memory_total_gib"]
         fits = self.rows + max(int(room * GIB / (1.1 * self.sequence_bytes)), 0)  # 1.1: a margin
@@ -155,7 +155,7 @@ class MemoryMonitor(TrainerCallback):
 
 
 def energy_kwh(device: torch.device) -> float | None:
-    """Return the kWh that a GPU has used since its driver was loaded; None if not counted."""
+    """Return the kWh that a GPU used since its driver was loaded; None if NVML does not count."""
     if device.type != "cuda":
         return None
     try:

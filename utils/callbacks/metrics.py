@@ -226,7 +226,7 @@ class OwnTime:
             self.seconds += begin.elapsed_time(end) / 1000 if self.on_gpu else end - begin
 
     def take(self) -> tuple[float, float]:
-        """Return the seconds of passes since the last call, and of a matrix product; else 0."""
+        """Return seconds of passes since the last call, and of a matrix product (0: not timed)."""
         own_s, self.seconds = self.seconds, 0.0
         if self.waits and time.monotonic() - self.probed >= PROBE_S:
             self.product_s = min(self._product_s() for _ in range(3))

@@ -99,7 +99,7 @@ class NonFiniteGuard(TrainerCallback):
 
     @override
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Raise NotFiniteError or SpikeError if any rank has a finding in an earlier step."""
+        """Raise NotFiniteError or SpikeError if any rank found a fault in an earlier step."""
         assert self.agreement is not None, "on_train_begin comes first"
         self._read(wait=False)
         if self.agreement.result():
@@ -109,8 +109,8 @@ class NonFiniteGuard(TrainerCallback):
     def settle(self, model: nn.Module | None = None) -> None:
         """Check the losses and gradient norms of all steps so far, and the weights of a `model`.
 
-        If there is a finding on any rank, raises NotFiniteError or SpikeError on all ranks. Waits
-        for the device. Collective.
+        Raises NotFiniteError or SpikeError on all ranks if any rank found a NaN, an infinity or a
+        loss spike. Waits for the device. Collective.
         """
         if self.agreement is None:
             return  # training has ended, and all steps are checked

@@ -46,7 +46,7 @@ class ProfilerWindow(TrainerCallback):
 
     @override
     def on_step_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Start the profiler before step `first`. Begin the label of each profiled step."""
+        """Start the profiler before step `first`. Begin each profiled step's label in the trace."""
         step = state.global_step + 1
         if not self.records or not self.first <= step < self.stop:
             return
@@ -65,7 +65,10 @@ class ProfilerWindow(TrainerCallback):
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """End the step's label. Write the files after the last profiled step or at a stop."""
+        """End the step's label in the trace. After the last profiled step, write trace and table.
+
+        If the run stops before this step, write both at the stop.
+        """
         done = state.global_step
         if self.mark is not None:
             self.mark.__exit__(None, None, None)
@@ -79,7 +82,7 @@ class ProfilerWindow(TrainerCallback):
 
     @override
     def on_train_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Write the files for the steps so far if the run ends before step `stop` - 1."""
+        """Write trace and table of the steps so far if the run ends before step `stop` - 1."""
         self._finish(state.global_step)
 
     def _wait(self) -> None:

@@ -62,5 +62,5 @@ class Progress:
         self.tokens = batch["sequence_tokens"]
 
     def begin_split(self, split: str, batches: int) -> None:
-        """Set the held-out split that is evaluated next, and this rank's micro-batches of it."""
+        """Begin the evaluation of a held-out split. batches: micro-batches of it on this rank."""
         self.split, self.batches_done, self.batches = split, 0, batches

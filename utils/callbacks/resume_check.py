@@ -1,4 +1,4 @@
-"""A check after a resume on other nodes: repeated steps must have equal losses and norms."""
+"""A check after a resume on other nodes: repeated steps must give matching losses and norms."""
 
 import logging
 import math

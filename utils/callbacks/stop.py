@@ -167,7 +167,7 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Reset `unscheduled_save` for the new step."""
+        """Set `unscheduled_save` to False for the new step."""
         self.unscheduled_save = False
 
     @override
@@ -212,9 +212,9 @@ class StopWatch(TrainerCallback):
             raise EvaluationInterrupted
 
     def _take_turn(self) -> int:
-        """Return the largest request of all ranks, and begin the next all-reduce of requests.
+        """Return the largest of all ranks' requests (numbers), and begin the next all-reduce.
 
-        With several ranks, these are the requests at the previous call.
+        With several ranks, these are the requests that the ranks had at the previous call.
         """
         assert self.agreement is not None, "on_train_begin comes first"
         self._count_event()
@@ -339,7 +339,8 @@ class StopWatch(TrainerCallback):
 def remove_stale_requests(output_dir: Path) -> None:
     """Remove STOP and SAVE files left by an earlier job of this run, and log a warning.
 
-    A file that is newer than this job's begin (STOKER_JOB_BEGAN) stays: it is for this job.
+    A file that is newer than the begin of this job (STOKER_JOB_BEGAN) stays, because the file is a
+    request to this job.
     """
     began = os.environ.get(JOB_BEGAN, "")
     for name in (STOP, SAVE):

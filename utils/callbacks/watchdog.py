@@ -84,12 +84,12 @@ class HangWatch(TrainerCallback):
     on_prediction_step = on_train_end = _beat
 
     def leave(self) -> None:
-        """End the watch thread. If it is reporting a hang, wait until it ends the process."""
+        """End the watch thread. If a hang is being reported, wait until the process ends."""
         with self.ending:
             self.left.set()
 
     def look(self) -> float:
-        """Return the time without progress as share of the allowed time; 1 or more is a hang.
+        """Return the time without progress, as a share of the allowed time; 1 or more is a hang.
 
         Time in which the whole process was suspended (SIGSTOP, a suspended job) does not count.
         """

@@ -67,7 +67,7 @@ class ListColumn:
         return [values[chunk][start:stop] for chunk, start, stop in zip(*bounds, strict=True)]
 
     def bounds(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Bounds:
-        """Return Bounds, which give `pieces` the segments [start, stop) of these documents."""
+        """Return Bounds, the lists of chunks, starts and stops of segments, for `pieces`."""
         chunks = self.first_documents.searchsorted(documents, side="right") - 1
         base = self.offsets[documents] - self.offsets[self.first_documents[chunks]]
         return chunks.tolist(), (base + starts).tolist(), (base + stops).tolist()
@@ -81,7 +81,7 @@ class ListColumn:
 def find_split(path: str | Path, default_split: str = "train") -> Path:
     """Return the directory of a split: `path` itself or its subfolder `default_split`.
 
-    Raises ConfigurationError if both are not a split.
+    Raises ConfigurationError if neither is a split.
     """
     directory = Path(path).expanduser()
     for candidate in (directory, directory / default_split):

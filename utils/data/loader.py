@@ -1,4 +1,4 @@
-"""Loaders of micro-batches: packed sequences are read from memory-mapped files for the model."""
+"""Loaders of micro-batches of packed sequences, and the model's inputs made from a micro-batch."""
 
 import copy
 import time
@@ -168,7 +168,8 @@ class PackedDataset(Dataset):
     def _by_source(self, sequences: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Yield (source, indices, numbers) for each source that has some of these sequences.
 
-        indices: where in `sequences` they are. numbers: their numbers, counted in the source
+        indices: the indices in `sequences` of the source's sequences. numbers: the numbers of these
+        sequences, counted within the source
         """
         sources = np.searchsorted(self.first_of_source, sequences, side="right") - 1
         for source in sorted(set(sources[sequences != PADDING_SEQUENCE].tolist())):

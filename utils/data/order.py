@@ -51,7 +51,8 @@ def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
 def derive_keys(seed: int, stream: int, epochs: np.ndarray) -> np.ndarray:
     """Return for each epoch the uint64 key of its permutation, computed from seed and stream.
 
-    stream: the index of a source, or BLOCK_KEYS or EVAL_KEYS for other permutations
+    stream: the index of a source, BLOCK_KEYS (permutations that mix the samples of a block), or
+    EVAL_KEYS (the permutation that chooses the sequences of evaluations)
     """
     start = np.full(len(epochs), seed % (1 << 64), dtype=np.uint64)
     keyed = mix(mix(start) + np.asarray(stream).astype(np.uint64))
@@ -102,7 +103,7 @@ class SampleOrder:
         weights: Sequence[float] | None = None,
         shuffled: bool = True,
     ):
-        """`per_source`: the number of sequences of each source."""
+        """`per_source`: the number of sequences of each source. Not `shuffled`: in their order."""
         self.shuffled = shuffled
         self.per_source = np.array(per_source, dtype=np.int64)
         self.first_of_source = np.cumsum(self.per_source) - self.per_source

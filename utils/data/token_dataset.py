@@ -289,7 +289,7 @@ def read_skipped(file: str | None, datasets: Sequence[TokenDataset]) -> list[np.
 def packing_line(dataset: TokenDataset, plan: PackPlan, most: int | None = None) -> str:
     """Return the log line of a packed dataset: documents, tokens, sequences and unused tokens.
 
-    `most`: at most how many sequences an evaluation reads; None for all
+    `most`: the limit on the sequences that an evaluation reads, or None without a limit
     """
     found = dataset.description.statistics
     fill = plan.sequence_tokens.mean() / plan.sequence_length

@@ -94,7 +94,7 @@ def tokenizer_sha256(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def chat_template_sha256(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """Return the SHA-256 of the chat template; None for no template or several templates."""
+    """Return the SHA-256 of the chat template, or None if there is no template or several."""
     template = tokenizer.chat_template
     return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None
 

@@ -64,7 +64,7 @@ class DataEpochs(TrainerCallback):
 
 
 class OwnCallbacks:
-    """The user's callbacks (--callbacks). Checkpoints store the state of each ExportableState."""
+    """The user's callbacks (--callbacks). Checkpoints store those derived from ExportableState."""
 
     def __init__(self, entries: Sequence[str]):
         self.made = {entry: callback_class(entry)() for entry in entries}

@@ -1,4 +1,4 @@
-"""The trainer of sft_train.py. This module imports TRL, so pretrain.py does not import it."""
+"""The trainer of sft_train.py. pretrain.py never imports this module, and so not TRL."""
 
 from typing import Any
 

@@ -55,7 +55,7 @@ class SourceLosses:
         return {UNLOGGED_BY_SOURCE: gathered(own)}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore this rank's sums. If the number of ranks has changed, rank 0 gets every sum."""
+        """Restore the loss sums of this rank, or of all ranks on rank 0 if their number changed."""
         by_rank = saved.get(UNLOGGED_BY_SOURCE, [])
         same = len(by_rank) == self.args.world_size
         for rank, sums in enumerate(by_rank):
@@ -123,8 +123,8 @@ class ExpertBalance:
     def weighted(self, outputs: Any) -> torch.Tensor:
         """Return the load-balancing loss to add to a micro-batch's loss; collective over ranks.
 
-        The result is multiplied by the loss's coefficient, and by the number of ranks, because DDP
-        averages gradients over ranks.
+        The result includes the loss's coefficient. The result is multiplied by the number of ranks,
+        because DDP averages gradients over ranks.
         """
         assert self.tokens is not None, "begin_step comes first"
         assignments = self.counted
@@ -136,7 +136,7 @@ class ExpertBalance:
         return self.term.coefficient * part
 
     def metrics(self) -> dict[str, float]:
-        """Return {"aux_loss": mean since the last log}, or {} without a step; collective."""
+        """Return {"aux_loss": mean since the last log}, or {} if no step was done; collective."""
         if not self.steps:
             return {}
         sums, steps = gathered(float(self.total)), self.steps

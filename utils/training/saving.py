@@ -103,14 +103,14 @@ class SavingTrainer(Trainer):
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
-        """Evaluate; return the metrics. Raises NotFiniteError if an earlier step diverged.
+        """Evaluate; return the metrics. Raises NotFiniteError if an earlier step had a NaN or inf.
 
         A save is requested if early stopping ends the run, and with save_best at a new best step.
 
         Trainer sets `skip_scheduler` for an evaluation before the first step. Early stopping and
-        the choice of the best step usually ignore the metrics of this evaluation. They use the
-        metrics if a stop prevented the evaluation of the step at which the run resumes. This step
-        has a checkpoint, so no save is requested.
+        the choice of the best step ignore the metrics of this evaluation, except in one case: a
+        stop prevented the evaluation of the step at which the run resumes. In this case no save is
+        requested, because the step has a checkpoint.
         """
         self.callbacks.progress.begin(Phase.EVALUATE, self.state.global_step)
         self.callbacks.guard.settle()
@@ -139,7 +139,7 @@ class SavingTrainer(Trainer):
 
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Check that weights are finite, then save and commit a checkpoint; collective."""
+        """Check that weights are finite, save a checkpoint and commit its manifest; collective."""
         state, checkpoints, step = self.state, self.checkpoints, self.state.global_step
         self.callbacks.progress.begin(Phase.SAVE, step)
         self.callbacks.guard.settle(model)

@@ -31,11 +31,11 @@ class AveragedWeights(TrainerCallback):
         self.decay, self.resumed, self.steps = decay, resume_from, 0
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore the number of averaged steps from a checkpoint. `load` reads the weights."""
+        """Restore the number of averaged steps from a checkpoint. `load` reads the average."""
         self.steps = saved.get(AVERAGED, 0)
 
     def state(self) -> dict[str, Any]:
-        """Return {key: number of averaged steps} for a checkpoint. `save` stores the weights."""
+        """Return {key: number of averaged steps} for a checkpoint. `save` stores the average."""
         return {AVERAGED: self.steps}
 
     @override

@@ -317,7 +317,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log `logs`. Training logs get the callbacks' metrics, the summary gets the mean loss."""
+        """Log `logs`. Add callbacks' metrics to training logs, the mean loss to the last log."""
         if "loss" in logs:
             logs.update(self.callbacks.metrics())
         if "train_loss" in logs:
