@@ -139,7 +139,7 @@ def finish_preparation(given: Preparation, *, apart: bool = False) -> Path | Non
 def finished_counts(
     plan: PreparationPlan, workspace: Workspace, shards: int
 ) -> dict[int, UnitCounts]:
-    """Return {index of a work unit: counts}; ConfigurationError if a shard's units are missing."""
+    """Return {index: counts} of all work units; ConfigurationError if a shard is unfinished."""
     found = {unit.index: workspace.counts_of(unit.index) for unit in plan.units}
     counts = {index: count for index, count in found.items() if count is not None}
     missing = Counter(index % shards for index in found.keys() - counts.keys())

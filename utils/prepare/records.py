@@ -165,7 +165,7 @@ def _read_jsonl(part: FilePart, _: Sequence[str] | None) -> Records:
 
 
 def _constant(word: str) -> float | None:
-    """Return the value of a JSON constant. NaN is null, because pandas writes missing texts so."""
+    """Return the value of a JSON constant. NaN gives None: pandas writes missing texts as NaN."""
     return None if word == "NaN" else float(word)
 
 

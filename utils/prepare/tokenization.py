@@ -63,8 +63,7 @@ WORDS_HELD, BLANK_HELD = "prompt_words_in_completions", "prompt_blanks_in_comple
 class TokenizedDocument:
     """A document's token ids, (tokens,) in the dataset's integer type, and its loss mask.
 
-    loss_mask: (tokens,) int8; None: every token is trained on. notes: counts by their names in
-    NOTES.
+    loss_mask: (tokens,) int8; None: every token is trained on. notes: {name in NOTES: count}.
     """
 
     ids: np.ndarray
@@ -92,8 +91,7 @@ class DocumentTokenizer:
 
     Texts, and prompts with completions, get EOS, and BOS if the tokenizer adds BOS, unless already
     present. The texts of a PiecesDocument are tokenized one by one. Chats get only the special
-    tokens of the template. template_date: the date (YYYY-MM-DD) that the template prints as
-    today's.
+    tokens of the template. template_date: today's date for the template, as YYYY-MM-DD.
     """
 
     def __init__(

@@ -254,8 +254,9 @@ class Workspace:
         """Mark a shard of a Slurm job array as done; return whether its task must merge all shards.
 
         The task that finishes last merges. If two tasks end at once, both may see all shards as
-        done, but only one can create the link `claim`. A requeued task finds its own link. The file
-        names contain the job array's id, so a task that died does not block a later array.
+        done, but only one can create the link `claim`. A requeued task that finds its own link
+        merges again. The file names contain the job array's id, so a task that died does not block
+        a later array.
         """
         finished, claim = self.root / f"array-{array}", self.root / f"array-{array}-merged-by"
         try:
