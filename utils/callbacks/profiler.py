@@ -65,10 +65,7 @@ class ProfilerWindow(TrainerCallback):
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """End the step's label in the trace. After the last profiled step, write trace and table.
-
-        If the run stops before this step, write both at the stop.
-        """
+        """End the step's trace label. Write trace and table after the last step or at a stop."""
         done = state.global_step
         if self.mark is not None:
             self.mark.__exit__(None, None, None)

@@ -62,5 +62,5 @@ class Progress:
         self.tokens = batch["sequence_tokens"]
 
     def begin_split(self, split: str, batches: int) -> None:
-        """Begin the evaluation of a held-out split. batches: micro-batches of it on this rank."""
+        """Begin the evaluation of a held-out split, which has `batches` batches on this rank."""
         self.split, self.batches_done, self.batches = split, 0, batches

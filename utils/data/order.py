@@ -103,7 +103,7 @@ class SampleOrder:
         weights: Sequence[float] | None = None,
         shuffled: bool = True,
     ):
-        """`per_source`: the number of sequences of each source. Not `shuffled`: in their order."""
+        """`per_source`: the number of sequences of each source. `shuffled`: False keeps order."""
         self.shuffled = shuffled
         self.per_source = np.array(per_source, dtype=np.int64)
         self.first_of_source = np.cumsum(self.per_source) - self.per_source
@@ -264,10 +264,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
 
 def steps_for(samples: float, sizes: Mapping[int, int]) -> int:
-    """Return the least number of steps that train on `samples` samples.
-
-    `sizes`: {first step: size of the global batch}
-    """
+    """Return the least number of steps with `samples` samples. sizes: {first step: batch size}."""
     first, size = 0, sizes[0]
     for stop, larger in list(sizes.items())[1:]:
         if samples <= (stop - first) * size:

@@ -1,4 +1,4 @@
-"""The trainer of sft_train.py. pretrain.py never imports this module, and so not TRL."""
+"""The trainer of sft_train.py. pretrain.py imports neither this module nor TRL."""
 
 from typing import Any
 

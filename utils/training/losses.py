@@ -55,7 +55,7 @@ class SourceLosses:
         return {UNLOGGED_BY_SOURCE: gathered(own)}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore the loss sums of this rank, or of all ranks on rank 0 if their number changed."""
+        """Restore this rank's loss sums; rank 0 gets all sums if the ranks have changed."""
         by_rank = saved.get(UNLOGGED_BY_SOURCE, [])
         same = len(by_rank) == self.args.world_size
         for rank, sums in enumerate(by_rank):

@@ -171,7 +171,7 @@ class LowPrecisionAdamW(AdamW):
         self.steps = max((int(state["step"]) for state in self.state.values()), default=0)
 
     def _converted(self, weight: Tensor, saved: State) -> State:
-        """Return a weight's saved state in this optimizer's types, rounded to nearest."""
+        """Return a weight's saved state in this optimizer's types, rounded to nearest values."""
         state = self._new_state(weight)
         saved = {name: value.to(weight.device) for name, value in saved.items()}
         types, saved_types = ({k: v.dtype for k, v in each.items()} for each in (state, saved))
@@ -258,7 +258,7 @@ def step_numbers(group: Group, steps: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 class Span(NamedTuple):
-    """A range of a weight's rows that one call updates. Its first row is `offset` of `period`."""
+    """A range of a weight's rows that one call updates, and the location of its first row."""
 
     rows: slice
     period: int  # index of the first row's period, among the periods of all weights

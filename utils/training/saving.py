@@ -139,7 +139,7 @@ class SavingTrainer(Trainer):
 
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Check that weights are finite, save a checkpoint and commit its manifest; collective."""
+        """Check that weights are finite, then save a checkpoint and its manifest; collective."""
         state, checkpoints, step = self.state, self.checkpoints, self.state.global_step
         self.callbacks.progress.begin(Phase.SAVE, step)
         self.callbacks.guard.settle(model)

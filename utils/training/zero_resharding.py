@@ -39,9 +39,9 @@ EXTRACTING, MERGING = 4, 8
 def loadable_checkpoint(trainer: Trainer, checkpoint: str | None) -> Iterator[str | None]:
     """Yield the path of a checkpoint that the current number of ranks can load (None for None).
 
-    If another number of ranks wrote `checkpoint` under ZeRO, the path is of a temporary conversion.
-    Otherwise the path is `checkpoint` itself. Collective over ranks. Raises StorageError on all
-    ranks if the conversion fails.
+    If another number of ranks wrote `checkpoint` under ZeRO, `checkpoint` is converted into a
+    temporary directory. Otherwise the result is `checkpoint` itself. Collective over ranks. Raises
+    StorageError on all ranks if the conversion fails.
     """
     here = ranks = trainer.args.world_size
     if checkpoint is not None and trainer.is_deepspeed_enabled:
