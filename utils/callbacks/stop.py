@@ -147,12 +147,13 @@ class StopWatch(TrainerCallback):
         self.deadline = None
         if end is not None:
             self.deadline = Deadline(end - time.time(), self.saved_at, self.checkpoints)
-            logger.info(
-                "time limit: ends at %s, in %s; the run stops early enough for a save (estimated "
-                "at %.2g s until one is measured)",
-                datetime.datetime.fromtimestamp(end).strftime("%H:%M"),
-                duration(self.deadline.total_s), self.deadline.guessed_save_s,
-            )  # fmt: skip
+            if self.deadline.total_s > 0:  # after scancel, Slurm's end is now
+                logger.info(
+                    "time limit: ends at %s, in %s; the run stops early enough for a save "
+                    "(estimated at %.2g s until one is measured)",
+                    datetime.datetime.fromtimestamp(end).strftime("%H:%M"),
+                    duration(self.deadline.total_s), self.deadline.guessed_save_s,
+                )  # fmt: skip
         if self.rank == 0 and (end := self.budget_end()) is not None:
             left_s = end - time.time()
             self.budget = Deadline(left_s, self.saved_at, self.checkpoints, "max_gpu_hours")

@@ -348,9 +348,8 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
     )
     note_error(f"{error.kind}: {first}")
     if global_rank() == 0:
-        count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
         listed = ["\n    ".join(f"  - {problem}".splitlines()) for problem in problems]
-        lines = [f"{error.kind} ({count}):", *listed]
+        lines = [f"{error.kind}:", *listed]
     elif of_this_rank or int(os.environ.get("LOCAL_RANK", "0")) == 0:
         lines = [f"{_origin()}{error.kind}: {problems[0] if of_this_rank else first}"]
     else:

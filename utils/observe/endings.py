@@ -41,7 +41,8 @@ class Job:
     @property
     def failure(self) -> str:
         """The message on a job that ended before its run began: the job's reason and log file."""
-        return f"job {self.id} ended before its run began: {self.reason}; log: {self.log}"
+        reason = self.reason.removeprefix("- ").rstrip(".")
+        return f"job {self.id} ended before its run began: {reason}; log: {self.log}"
 
 
 class End(Enum):

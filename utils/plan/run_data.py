@@ -320,12 +320,9 @@ def _tokenizer_problems(
     if not same_rules:
         found = f": it has {'; '.join(differences(made_by, tokenizer))}" if made_by else ""
         return [f"{dataset.path} was made with another tokenizer than {used}{found}. {hint}"]
-    if made_by and render_alike(made_by, tokenizer):
-        return []
-    return [
-        f"the chats of {dataset.path} were rendered with another chat template than that of the "
-        f"tokenizer at {used}, which final/ would have. {hint}"
-    ]
+    what = "rendered with another chat template than that of the tokenizer at"
+    told = f"the chats of {dataset.path} were {what} {used}, which final/ would have. {hint}"
+    return [] if made_by and render_alike(made_by, tokenizer) else [told]
 
 
 def _open(settings: RunSettings, path: str, split: str, known: Collection[str]) -> TokenDataset:

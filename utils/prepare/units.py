@@ -6,6 +6,7 @@ import logging
 import math
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections import Counter
@@ -99,16 +100,24 @@ def run_units(
 
 
 def _refusal(counts: UnitCounts) -> ConfigurationError:
-    """Return the error for unusable rows: faults of the first rows, number of all unusable rows."""
+    """Return the error for unusable rows: faults of the first rows, number of all unusable rows.
+
+    Rows of one file with the same fault share a line.
+    """
     number, advice = counts.refused.total(), "; or ".join(counts.refused)
     if number == 1:
         return ConfigurationError(f"{counts.examples[0]}; {advice}")
     shown = len(counts.examples)
     first = f" (the first {shown} are above)" if number > shown else ""
     advice = advice.replace("repair it", "repair them")
-    return ConfigurationError(
-        [*counts.examples, f"{number:,} rows cannot be used{first}: {advice}"]
-    )
+    alike: dict[tuple[str, str], list[str]] = {}
+    for example in counts.examples:  # as "FILE:7: fault" and "FILE row 7: fault"
+        found = re.fullmatch(r"(.*?)((?<=[: ])\d+|): (.*)", example, re.S)
+        assert found, example
+        file, row, fault = found.groups()
+        alike.setdefault((file, fault), []).append(row)
+    faults = [f"{file}{', '.join(rows)}: {fault}" for (file, fault), rows in alike.items()]
+    return ConfigurationError([*faults, f"{number:,} rows cannot be used{first}: {advice}"])
 
 
 def _run_in_processes(

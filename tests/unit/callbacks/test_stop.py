@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -258,12 +259,21 @@ def test_a_signal_before_max_gpu_hours_is_an_ordinary_stop(tmp_path, monkeypatch
 
 
 def test_a_stop_that_is_newer_than_the_start_of_the_job_is_kept(tmp_path, monkeypatch):
-    for name, time in (("STOP", 1000.5), ("SAVE", 999.0)):
+    for name, changed in (("STOP", 1000.5), ("SAVE", 999.0)):
         (tmp_path / name).touch()
-        os.utime(tmp_path / name, (time, time))
+        os.utime(tmp_path / name, (changed, changed))
     monkeypatch.setenv(JOB_BEGAN, "1000")  # as slurm/job_setup.sh sets it
     remove_stale_requests(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["STOP"]
     monkeypatch.delenv(JOB_BEGAN)  # a process without a job script
     remove_stale_requests(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_time_limit_that_is_over_is_not_logged(tmp_path, monkeypatch, caplog):
+    """After scancel, Slurm's end of the job is now."""
+    caplog.set_level(logging.INFO)
+    Ranks(tmp_path, monkeypatch, end_time=time.time() - 5)
+    assert "time limit: ends" not in caplog.text
+    Ranks(tmp_path, monkeypatch, end_time=time.time() + 3600)
+    assert "time limit: ends" in caplog.text

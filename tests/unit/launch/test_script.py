@@ -57,10 +57,10 @@ def the_note(notes: Path) -> tuple[str, int, str]:
 @pytest.mark.parametrize(
     ("error", "code", "title"),
     [
-        (ConfigurationError, 2, "configuration error (2 problems):"),
-        (UnfitClusterError, 69, "cluster error (2 problems):"),
-        (StorageError, 74, "storage error (2 problems):"),
-        (NoProgressError, 77, "no progress (2 problems):"),
+        (ConfigurationError, 2, "configuration error:"),
+        (UnfitClusterError, 69, "cluster error:"),
+        (StorageError, 74, "storage error:"),
+        (NoProgressError, 77, "no progress:"),
     ],
 )
 def test_each_kind_of_refusal_has_its_title_and_exit_code(capsys, notes, error, code, title):
@@ -128,7 +128,7 @@ def test_storage_that_fails_in_any_words_is_a_storage_error(capsys, notes, monke
     ]:
         assert run_script(raising(error)) == ExitCode.STORAGE
         shown = capsys.readouterr().err
-        assert shown.startswith("storage error (1 problem):\n  - n1: ")
+        assert shown.startswith("storage error:\n  - n1: ")
         assert re.search(said, shown)
         assert "start the same command again" in shown
         assert the_note(notes)[:2] == ("refused", 74)
@@ -161,7 +161,7 @@ def test_the_words_of_libraries_for_a_full_disk_are_known(small_disk, capsys):
             left.unlink()
         assert run_script(save) == 74
         shown = capsys.readouterr().err
-        assert "storage error (1 problem):\n  - n1: " in shown
+        assert "storage error:\n  - n1: " in shown
         assert str(small_disk) in shown or "test_script.py" in shown
 
 

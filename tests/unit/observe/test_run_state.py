@@ -592,3 +592,10 @@ def test_a_run_without_wandb_records_names_the_setting_that_makes_them(
     assert (
         "no offline records in RUN/wandb; the setting report_to: wandb" in capsys.readouterr().out
     )
+
+
+def test_the_reason_of_a_job_that_failed_is_one_sentence():
+    job = Job("7", "FAILED", "- n1: no GPU: sbatch --exclude.", None, "train", log="x.log")
+    assert (
+        job.failure == "job 7 ended before its run began: n1: no GPU: sbatch --exclude; log: x.log"
+    )

@@ -39,9 +39,8 @@ def test_bad_rows_are_named_or_skipped_counted_and_shown(tmp_path, prepare, capl
     with pytest.raises(ConfigurationError) as refused:
         prepare("out", sources=[source], format="text")
     *shown, advice = refused.value.problems
-    assert [re.search(r"a\.jsonl:(\d+): ", row)[1] for row in shown] == [
-        str(number) for number in (*range(1, 7), *range(107, 111))
-    ]
+    rows = ["1, 107", "2, 108", "3, 109", "4, 110", "5", "6"]  # those with one fault in a line
+    assert [re.search(r"a\.jsonl:([\d, ]+): ", row)[1] for row in shown] == rows
     assert advice == (
         "12 rows cannot be used (the first 10 are above): repair them, or skip such rows with "
         "--on_bad_row skip"
