@@ -49,3 +49,8 @@ def test_a_command_imports_what_it_needs(pretraining, tmp_path):
     assert found == {name: [] for name in FORBIDDEN}
     assert "torch" in imported["help"]  # this proves that the test sees imports
     assert {"transformers.trainer", "utils.run.finish"} <= set(imported["start"])
+
+
+def test_the_benchmarks_of_a_run_are_refused_before_the_slow_imports():
+    check = "import sys, utils.publish.evaluate; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

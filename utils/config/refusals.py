@@ -4,7 +4,6 @@ A check gets the values of all settings and yields one line per fault. A check e
 setting with a reported fault. utils/config/rules.py lists settings that contradict each other.
 """
 
-import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +17,7 @@ from utils.config.launch_settings import check_launch_settings
 from utils.config.own_code import source_of
 from utils.config.raw_data import check_raw_data
 from utils.config.strategy import check_strategy
+from utils.host.environment import LM_EVAL, TORCHAO, is_installed
 
 # Settings that need a metric_for_best_model.
 BEST_MODEL_JUDGES = ("save_best", "load_best_model_at_end", "early_stopping_patience")
@@ -231,14 +231,6 @@ def check_ranges(values: SettingValues) -> Iterator[str]:
                 continue
             if value is not None and not is_within(value):
                 yield f"{values.shown(name)}: it must be {range_text}"
-
-
-LM_EVAL, TORCHAO = "lm_eval>=0.4.13,<0.5", "torchao>=0.18,<0.19"
-
-
-def is_installed(module: str) -> bool:
-    """Return whether Python finds a module, without importing it."""
-    return importlib.util.find_spec(module) is not None
 
 
 def check_pretraining(values: SettingValues) -> Iterator[str]:

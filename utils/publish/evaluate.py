@@ -18,13 +18,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from utils.checkpoints.files import FINAL
 from utils.config.errors import ConfigurationError
 from utils.config.launch_settings import LAUNCHER_VARIABLES
-from utils.config.refusals import LM_EVAL, is_installed
 from utils.host.atomic_files import replace_text
+from utils.host.environment import LM_EVAL, is_installed
 from utils.host.hub import hub_fault, stay_offline
 from utils.host.redaction import load_env_file
 from utils.launch.script import configure_logging, run_script
@@ -61,6 +59,8 @@ def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None
         raise ConfigurationError(f"{run} has no {FINAL}/, which the end of a run writes.")
     if not is_installed("lm_eval"):
         raise ConfigurationError(f"lm_eval is not installed: pip install '{LM_EVAL}'.")
+    import torch  # slow, like the imports of lm_eval
+
     if fault := hub_fault():
         logger.info("benchmarks: %s: the tasks' data come from the Hub's cache", fault)
         stay_offline()
