@@ -148,6 +148,8 @@ def sources_of(dataset: Path, documents: Iterable[int]) -> dict[int, str]:
 
 
 def _printed(location: Location) -> str:
+    if ".." in Path(location.path).parts:
+        location = dataclasses.replace(location, path=str(Path(location.path).resolve()))
     if location.offset and not Path(location.path).is_file():  # no file to count lines in
         return f"{location.path} (missing), line {location.number} after byte {location.offset}"
     return str(location)

@@ -106,8 +106,9 @@ def test_each_document_is_traced_to_the_line_that_it_was_made_from(
     tmp_path, prepare, two, monkeypatch
 ):
     """Also with filtered rows, weights, held-out documents and units that begin inside a file."""
-    monkeypatch.chdir(tmp_path)  # a relative path is found from any other folder
-    kept = {"path": Path(two[1]).name, "filter": {"language": "en"}, "weight": 1.5}
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")  # a relative path is found from any other folder
+    kept = {"path": f"../{Path(two[1]).name}", "filter": {"language": "en"}, "weight": 1.5}
     out = prepare("out", sources=[two[0], kept], validation_fraction=0.1)
     tokenizer = load_tokenizer(str(out / "tokenizer"))
     lines = {path: Path(path).read_text().splitlines() for path in two}
