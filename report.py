@@ -34,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     gc.disable()  # faster: the collector would visit a million parsed lines again and again
     paths = run_directories(given.runs, compare=given.compare)
+    here = Path(FILE_NAME)
+    if given.output is None and len(paths) > 1 and here.exists():
+        sys.stderr.write(f"{here} is replaced; --output FILE.html keeps it\n")
     page = write_pages(paths, given.output, given.png)
     for path in filter(None, (page, given.png)):
         sys.stdout.write(f"{printable(str(path))}\n")

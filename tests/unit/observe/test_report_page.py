@@ -183,3 +183,11 @@ def test_what_is_no_run_is_refused_all_at_once(made_up_run, tmp_path):
     with pytest.raises(ConfigurationError) as refused:
         report.main(words)
     assert len(refused.value.problems) == 2
+
+
+def test_a_comparison_that_is_replaced_is_named(made_up_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = [str(made_up_run), str(write_run(tmp_path / "other"))]
+    for said in ("", "report.html is replaced; --output FILE.html keeps it\n"):
+        assert report.main(words) == 0
+        assert capsys.readouterr() == ("report.html\n", said)
