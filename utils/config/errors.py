@@ -76,7 +76,8 @@ def did_you_mean(missing: str | Path) -> str:
     """
     host, where = os.environ.get("SLURMD_NODENAME"), ""
     if host:
-        where = f" on {host} ({Path(missing).absolute()})"
+        place = Path(missing)
+        where = f" on {host}" if place.is_absolute() else f" on {host} ({place.absolute()})"
         if "STOKER_SUBMITTED" in os.environ:
             return (
                 f"{where}, but slurm/submit.sh found it: it is not on a file system that all nodes "
