@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ _TYPE_NAMES: dict[Any, str] = {
     bool: "true or false", int: "an integer", float: "a number", str: "a string",
     dict: "a mapping", list: "a list", NoneType: "null",
 }  # fmt: skip
+LM_EVAL, TORCHAO = "lm_eval>=0.4.13,<0.5", "torchao>=0.18,<0.19"  # packages of some settings
 FLAGS_RANK = 10**6  # above any number of recipe files
 Arguments = TypeVar("Arguments")
 
@@ -146,6 +148,11 @@ def is_true(variable: str, environment: Mapping[str, str]) -> bool:
     """Return whether an environment variable has a value that accelerate reads as true."""
     words = ("1", "true", "yes", "on", "y", "t")  # accelerate/utils/environment.py, str_to_bool
     return environment.get(variable, "").lower() in words
+
+
+def is_installed(module: str) -> bool:
+    """Return whether Python finds a module, without importing it."""
+    return importlib.util.find_spec(module) is not None
 
 
 def shown(value: Any) -> str:

@@ -11,13 +11,20 @@ from typing import Any
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from utils.config.arguments import eval_splits, profiled_steps, token_count, train_sources
-from utils.config.declarations import Check, SettingValues, UnusableSettingError, is_true
+from utils.config.declarations import (
+    LM_EVAL,
+    TORCHAO,
+    Check,
+    SettingValues,
+    UnusableSettingError,
+    is_installed,
+    is_true,
+)
 from utils.config.foreign_words import other_names, unknown_name
 from utils.config.launch_settings import check_launch_settings
 from utils.config.own_code import source_of
 from utils.config.raw_data import check_raw_data
 from utils.config.strategy import check_strategy
-from utils.host.environment import LM_EVAL, TORCHAO, is_installed
 
 # Settings that need a metric_for_best_model.
 BEST_MODEL_JUDGES = ("save_best", "load_best_model_at_end", "early_stopping_patience")

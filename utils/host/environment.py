@@ -1,6 +1,5 @@
-"""Environment variables that a process inherits, its limit of open files, optional packages."""
+"""Environment variables that a process inherits, and its limit of open files."""
 
-import importlib.util
 import logging
 import os
 import re
@@ -11,7 +10,6 @@ from utils.host.machine import global_rank
 
 logger = logging.getLogger(__name__)
 
-LM_EVAL, TORCHAO = "lm_eval>=0.4.13,<0.5", "torchao>=0.18,<0.19"
 OPEN_FILES = 4096  # data workers, sockets between ranks and mapped files need them
 LIMIT = "ulimit -n"
 GPUS, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
@@ -31,11 +29,6 @@ EFFECTS = {
     "overrules tf32": "NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "nothing is compiled": "TORCH_COMPILE_DISABLE|TORCHDYNAMO_DISABLE",
 }
-
-
-def is_installed(module: str) -> bool:
-    """Return whether Python finds a module, without importing it."""
-    return importlib.util.find_spec(module) is not None
 
 
 def inherited(environment: Mapping[str, str]) -> list[str]:

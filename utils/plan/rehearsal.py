@@ -24,10 +24,9 @@ from transformers import (
 from transformers.integrations import get_reporting_integration_callbacks
 
 from utils.config.arguments import MUON, with_values
-from utils.config.declarations import SettingValues
+from utils.config.declarations import SettingValues, is_installed
 from utils.config.errors import ConfigurationError, Report
 from utils.config.settings import RunSettings
-from utils.host.environment import is_installed
 from utils.model.architecture import first_line, without_weights
 from utils.model.weights import weights_dtype
 

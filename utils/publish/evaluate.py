@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from utils.checkpoints.files import FINAL
+from utils.config.declarations import LM_EVAL, is_installed
 from utils.config.errors import ConfigurationError
 from utils.config.launch_settings import LAUNCHER_VARIABLES
 from utils.host.atomic_files import replace_text
-from utils.host.environment import LM_EVAL, is_installed
 from utils.host.hub import hub_fault, stay_offline
 from utils.host.redaction import load_env_file
 from utils.launch.script import configure_logging, run_script
