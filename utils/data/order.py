@@ -159,7 +159,7 @@ class SampleOrder:
         return [*counts, remaining]
 
     def _lay_out(self, block: int) -> np.ndarray:
-        """Return the source of each sample in a block, and the sample's number in the source.
+        """Return for each sample of a block its source, and its number among the source's samples.
 
         The result is int64 (2, 1024).
         """

@@ -246,8 +246,8 @@ def step_numbers(group: Group, steps: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
     `steps` has each weight's number of steps, including this step. The bias corrections are
     computed on the device, in float64 as in torch. The numbers of a weight are a view of one
-    tensor. There are eight, so that each view is aligned to 16 bytes. torch would copy unaligned
-    views at each call.
+    tensor. A weight has eight numbers, so that each view is aligned to 16 bytes. torch would copy
+    unaligned views at each call.
     """
     taken = torch.stack(list(steps)).double()
     (beta1, beta2), lr = group["betas"], group["lr"]

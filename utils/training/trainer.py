@@ -256,7 +256,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate one split, or generate samples and evaluate all splits; return the metrics."""
+        """Evaluate a split; without `eval_dataset` generate samples and evaluate every split."""
         if eval_dataset is None:
             self.callbacks.progress.begin(Phase.EVALUATE, self.state.global_step)
             self.callbacks.samples.generate(self)
