@@ -1,8 +1,8 @@
-"""Helpers for the other packages of utils. The helpers import only config.errors from there.
+"""Helpers for the other packages of utils. From these packages they import only config.errors.
 
 atomic_files  atomic writes, checked file names, locked directories, the disk cache
 machine       host name, rank, processor and memory
-environment   inherited variables and the limit of open files
+environment   inherited environment variables and the limit of open files
 redaction     tokens from .env; secrets masked in all output
 faults        the cause of an error (storage, memory, a lost process) and its place in the code
 foreign       time and memory limits, and clear errors, while a library reads a user's files
@@ -10,6 +10,6 @@ collectives   run a function on rank 0 or on all ranks, and give all ranks the r
 journal_file  metrics.jsonl: format and reader, without torch
 spikes        the rule for loss spikes
 hub           one test of the connection to the Hub; error messages if the Hub's cache lacks a model
-run_lock      at most one job per output directory: the lock file in .lock and its heartbeat
-phase_times   seconds that a process spent in each phase; the heartbeat stores these times
+run_lock      at most one job per output directory: the lock files in .lock and their heartbeat
+phase_times   seconds that a process spent in each phase; the lock file stores these times
 """

@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 
 def replace_text(path: Path, text: str, *, exact: bool = False) -> None:
-    """Write a text atomically: write and flush a temporary file, then rename it. Raises OSError.
+    """Write a text to a file atomically: write and flush a draft, then rename it. Raises OSError.
 
-    Secrets in the text are masked. exact: write the text unchanged, because its digest is stored.
+    Secrets in the text are masked. exact: mask nothing, because a digest of the text is stored.
     """
     # Processes on several hosts may write the same file at the same time.
     draft = path.with_name(f".{path.name}.{host_name()}.{os.getpid()}.tmp")
@@ -51,7 +51,7 @@ def replace_text(path: Path, text: str, *, exact: bool = False) -> None:
 
 
 def from_here(path: str | Path) -> Path:
-    """Return a path for a log: relative if it is below the working directory, else unchanged."""
+    """Return a path for a log: relative to the working directory if it is below, else unchanged."""
     absolute = Path(path).absolute()
     return absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else Path(path)
 
@@ -61,10 +61,10 @@ def paths_inside(
 ) -> dict[str, Path]:
     """Check the file names that a file such as an index lists; return {name: path in `folder`}.
 
-    The files themselves may be missing. listed_in: the listing file, for error messages. links:
-    symbolic links may lead out of the folder, as in the Hub's cache. Raises ConfigurationError for
-    a name that leaves the folder or is not a regular file, and for two names that some file systems
-    treat as the same.
+    The named files may be missing. listed_in: the file with the names, for error messages. links:
+    True allows symbolic links out of the folder, as in the Hub's cache. Raises ConfigurationError
+    for a name that leads out of the folder or to something other than a regular file. Also raises
+    it for two names that some file systems treat as the same.
     """
     paths: dict[str, Path] = {}
     plain: dict[str, str] = {}
@@ -108,7 +108,8 @@ def _is_inside(folder: Path, name: Any, *, links: bool) -> bool:
 def locked_directory(base: Path, prefix: str) -> tuple[Path, int]:
     """Make a private directory in `base` and lock it; return (path, file descriptor of the lock).
 
-    The lock ends when the descriptor is closed, at the latest with the process. Raises OSError.
+    prefix: the beginning of the directory's name. Closing the descriptor unlocks the directory. The
+    kernel closes it when the process ends. Raises OSError.
     """
     while True:
         directory = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
@@ -123,9 +124,10 @@ def locked_directory(base: Path, prefix: str) -> tuple[Path, int]:
 
 
 def remove_abandoned(base: Path, prefix: str) -> list[Path]:
-    """Delete directories in `base` that ended processes of this user made by `locked_directory`.
+    """Delete the directories of `locked_directory` whose processes have ended; return their paths.
 
-    Return the paths of the deleted directories.
+    Only directories in `base` are deleted whose names begin with `prefix` and that belong to this
+    user.
     """
     removed = []
     for directory in sorted(base.glob(f"{prefix}*")):
@@ -151,7 +153,11 @@ def cache_root() -> Path:
 
 
 def cache_path(kind: str, facts: Any) -> Path:
-    """Return a cache file's path in the folder `kind`; `facts` (JSON values) determine its name."""
+    """Return the path of a file in the disk cache.
+
+    kind: the folder in the cache. facts: JSON values that determine the content of the file. Their
+    digest is the file's name.
+    """
     name = hashlib.blake2b(json.dumps([CACHE_FORMAT, facts]).encode(), digest_size=16).hexdigest()
     return cache_root() / kind / f"{name}.json"
 
@@ -163,7 +169,7 @@ def file_states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
 
 
 def read_cache(path: Path, read: Callable[[Any], Content]) -> Content | None:
-    """Return a cache file's JSON, converted by `read`; None if the file is missing or damaged."""
+    """Return a cache file's JSON as converted by `read`; None if the file is missing or damaged."""
     try:
         return read(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:

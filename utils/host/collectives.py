@@ -35,7 +35,10 @@ def on_every_rank(action: Callable[[], Answer], group: Any = None) -> list[Answe
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
-    """Return each rank's `value`, in rank order. Collective over `group` (None: all ranks)."""
+    """Return the `value` of each rank, as a list in rank order.
+
+    Collective over `group` (None: all ranks).
+    """
     if not _connected():
         return [value]
     values: list[Any] = [None] * torch.distributed.get_world_size()
@@ -44,7 +47,10 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[Any, type[ConfigurationError] | None, list[str]]:
-    """Call `action`; return (result, None, []), or after an error (None, error type, messages)."""
+    """Call `action`; return (result, None, []), or after an error (None, error type, messages).
+
+    Only ConfigurationError and OSError are caught.
+    """
     try:
         return action(), None, []
     except ConfigurationError as error:
@@ -55,7 +61,10 @@ def _attempt(action: Callable[[], Any]) -> tuple[Any, type[ConfigurationError] |
 
 
 def _answers_of(outcomes: list[Any]) -> list[Any]:
-    """Return all ranks' results of `_attempt`; after failures raise an error with all messages."""
+    """Return the results in `outcomes`, which has one value of `_attempt` per rank.
+
+    If `action` failed on a rank, raise one error with the messages of all ranks.
+    """
     refused = [kind for _, kind, _ in outcomes if kind is not None]
     if refused:
         raise refused[0](list(dict.fromkeys(text for *_, texts in outcomes for text in texts)))
@@ -86,10 +95,10 @@ def cpu_group(timeout_s: float) -> Any:
 
 
 class Agreement:
-    """An asynchronous all-reduce: the maximum of one integer per rank, read one step later.
+    """An asynchronous all-reduce: the largest of one integer per rank, one training step later.
 
-    All ranks call `begin_turn` in a step, and `result` in the next step. Meanwhile gloo reduces in
-    a separate thread, so `result` does not block the GPU and seldom waits for another rank.
+    All ranks call `begin_turn` in one step and `result` in the next step. Meanwhile a thread of
+    gloo does the all-reduce, so `result` does not block the GPU and seldom waits for another rank.
     """
 
     def __init__(self, timeout_s: float = 1800):
@@ -99,7 +108,7 @@ class Agreement:
         self.group = cpu_group(timeout_s)
 
     def result(self) -> int:
-        """Return the maximum over ranks of the last `begin_turn`'s number; 0 before any call."""
+        """Return the largest of the ranks' numbers in the last `begin_turn`; 0 before any call."""
         if self.pending is None:
             return self.own
         value, work = self.pending
@@ -108,7 +117,7 @@ class Agreement:
         return int(value.item())
 
     def begin_turn(self, number: int) -> None:
-        """Start the all-reduce with this rank's number. Call `result` before the next turn."""
+        """Start the all-reduce with this rank's `number`. Call `result` before the next turn."""
         assert self.pending is None, "the last turn was not read"
         self.own = number
         if self.group is not None:

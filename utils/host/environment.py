@@ -1,4 +1,4 @@
-"""Environment variables that a process inherits, and its limit of open files."""
+"""Environment variables that this process inherited, and its limit of open files."""
 
 import logging
 import os
@@ -32,16 +32,19 @@ EFFECTS = {
 
 
 def inherited(environment: Mapping[str, str]) -> list[str]:
-    """Return texts NAME=VALUE: variables that change results or speed; the limit of open files."""
+    """Return NAME=VALUE of each environment variable that changes results or speed.
+
+    The last text of the list is the limit of open files (`ulimit -n=NUMBER`).
+    """
     names = (name for name in sorted(environment) if _FAMILIES.fullmatch(name))
     found = [f"{name}={environment[name]}" for name in names if not _HARMLESS.fullmatch(name)]
     return [*found, f"{LIMIT}={resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"]
 
 
 def without_indices(variable: str) -> str:
-    """Return `variable` (NAME=VALUE), for CUDA_VISIBLE_DEVICES only the number of GPUs.
+    """Return NAME=VALUE unchanged, or for CUDA_VISIBLE_DEVICES a text with the number of GPUs.
 
-    A job on a shared node gets GPUs with other indices at each start.
+    A job on a shared node may get GPUs with other indices at each start.
     """
     name, _, value = variable.partition("=")
     devices = value.split(",")
@@ -51,14 +54,14 @@ def without_indices(variable: str) -> str:
 
 
 def _with_effect(variable: str) -> str:
-    """Return NAME=VALUE, followed by the variable's effect in parentheses if it is in EFFECTS."""
+    """Return NAME=VALUE. If EFFECTS has the variable, its effect follows in parentheses."""
     name = variable.partition("=")[0]
     effects = (text for text, names in EFFECTS.items() if re.fullmatch(names, name))
     return variable + "".join(f" ({text})" for text in effects)
 
 
 def report_environment() -> None:
-    """Log the inherited variables that change results or speed; raise the limit of open files."""
+    """Log inherited variables that change results or speed. Then raise the limit of open files."""
     expected = {LIMIT}
     if {"SLURM_JOB_ID", "WORLD_SIZE"} & os.environ.keys():  # Slurm and launchers set these
         expected |= {GPUS, THREADS}
@@ -74,9 +77,9 @@ def report_environment() -> None:
 
 
 def _raise_open_files() -> str:
-    """Raise the limit of open files to OPEN_FILES, if the system allows that many.
+    """Raise this process's limit of open files to OPEN_FILES, or as far as the system allows.
 
-    Return a warning if the system allows fewer open files, else "".
+    Return a warning if the system allows fewer than OPEN_FILES, else "".
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES:

@@ -27,7 +27,8 @@ _LOST_PROCESS = re.compile(r"is killed by signal|exited unexpectedly(?! with)|ab
 def place(frames: Sequence[traceback.FrameSummary], packages: Sequence[str] = ()) -> str:
     """Return `file:line in function` of the innermost frame in this repository or in `packages`.
 
-    If there is no such frame, return the innermost frame, which is the last of `frames`.
+    frames: stack frames, innermost last. packages: names of installed packages. If no frame is in
+    the repository or in `packages`, return the innermost frame of all.
     """
     if not frames:
         return "no Python code"
@@ -42,27 +43,33 @@ def place(frames: Sequence[traceback.FrameSummary], packages: Sequence[str] = ()
 
 
 def thread_frames(thread: int) -> list[traceback.FrameSummary]:
-    """Return the stack frames of the thread with this id, innermost last, without source lines."""
+    """Return the stack frames of a thread, innermost last and without source lines.
+
+    thread: the thread's identifier (threading.get_ident). Return [] if the thread has ended.
+    """
     frame = sys._current_frames().get(thread)
     stack = traceback.walk_stack(frame) if frame else iter(())
     return list(reversed(traceback.StackSummary.extract(stack, lookup_lines=False)))
 
 
 def waits_for_ranks(frames: Sequence[traceback.FrameSummary]) -> bool:
-    """Return whether a stack is in a collective, or in a backward pass, which has collectives."""
+    """Return whether a stack is in a collective or in a backward pass, which has collectives."""
     collectives = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
     return any(name in frame.filename for frame in frames for name in collectives)
 
 
 def last_line(error: BaseException) -> str:
-    """Return `Type: message (file:line in function)` of an error; the message's first line only."""
+    """Return `Type: message (file:line in function)`, with only the first line of the message."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     frames = traceback.extract_tb(error.__traceback__)
     return f"{lines[0]} ({place(frames)})" if frames else lines[0]
 
 
 def storage_error(error: BaseException) -> StorageError | None:
-    """Return a StorageError with advice if a storage fault caused `error`, else None."""
+    """Return a StorageError with advice if a storage fault caused `error`, else None.
+
+    Storage faults are a full disk, an exceeded quota, a read-only file system and an I/O error.
+    """
     if (cause := _cause(error, _storage_fault)) is None:
         return None
     target = getattr(cause, "filename", None)
@@ -75,10 +82,10 @@ def storage_error(error: BaseException) -> StorageError | None:
 
 
 def memory_cause(error: BaseException, killed: bool) -> BaseException | None:
-    """Return the first of `error` and its causes that shows a lack of memory, or None.
+    """Return the exception that shows a lack of memory: `error` or one of its causes. Else None.
 
-    killed: the kernel killed a process of this job for lack of memory. Only then does the loss of a
-    data worker count as lack of memory.
+    killed: the kernel killed a process of this job for lack of memory. Only then is the loss of a
+    data worker evidence of a lack of memory.
     """
 
     def lacks_memory(one: BaseException) -> bool:
@@ -89,14 +96,15 @@ def memory_cause(error: BaseException, killed: bool) -> BaseException | None:
 
 
 def memory_owner(cause: BaseException) -> str:
-    """Return which memory ran out: "GPU" or "host"."""
+    """Return whose memory ran out: "GPU" or "host". cause: the exception from `memory_cause`."""
     return "GPU" if any(word in str(cause) for word in ("CUDA", "HIP", "CUBLAS")) else "host"
 
 
 def memory_error(error: BaseException, killed: bool = False) -> OutOfMemoryError | None:
-    """Return an OutOfMemoryError if `error` shows lack of memory (see `memory_cause`), else None.
+    """Return an OutOfMemoryError if a lack of memory caused `error`, else None.
 
-    Use this for errors outside of training; callbacks/memory.py handles errors during training.
+    killed: see `memory_cause`. Call this for errors outside of training. During training
+    callbacks/memory.py handles such errors.
     """
     cause = memory_cause(error, killed)
     if cause is None:
@@ -105,7 +113,7 @@ def memory_error(error: BaseException, killed: bool = False) -> OutOfMemoryError
 
 
 def lost_process(error: BaseException) -> LostProcessError | None:
-    """Return a LostProcessError with advice if a data worker's end caused the error, else None."""
+    """Return a LostProcessError with advice if a data worker's end caused `error`, else None."""
     if (cause := _cause(error, _is_lost_process)) is None:
         return None
     room = "lack of memory"
@@ -118,7 +126,7 @@ def lost_process(error: BaseException) -> LostProcessError | None:
 
 
 def _cause(error: BaseException | None, fits: Callable[..., object]) -> BaseException | None:
-    """Return the first of `error` and its causes for which `fits` is true, else None."""
+    """Return the first of `error`, its cause, the cause's cause, ... that `fits`; else None."""
     while error is not None and not fits(error):
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return error

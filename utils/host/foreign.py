@@ -1,7 +1,7 @@
 """Guards around libraries that read a user's files: models, tokenizers, chat templates.
 
-With a damaged or hostile file, libraries raise errors of any type, compute for hours, or wait for a
-pipe for ever. The guards raise a ConfigurationError that names the file.
+If a file is damaged or hostile, a library may raise an error of any type, compute for hours, or
+wait for a pipe for ever. The guards then raise a ConfigurationError that names the file.
 """
 
 import contextlib
@@ -29,16 +29,17 @@ _READ = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "*.safetenso
 
 
 class _TimeIsUp(BaseException):
-    """Exception at the limit of CPU time. A BaseException, because libraries catch Exception."""
+    """The end of the allowed CPU time. A BaseException, because libraries catch Exception."""
 
 
 @contextlib.contextmanager
 def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
-    """Turn errors of a with block in which libraries read a user's files into ConfigurationError.
+    """Context manager: turn errors of libraries that read a user's files into ConfigurationError.
 
-    what: the file, folder or Hub name that the block reads. The message has `what`, the words
-    `problem`, the damaged files in the folder and the error. advice: a last sentence for the
-    message if no file is damaged. Errors of storage, memory and other ranks are raised unchanged.
+    what: the file, folder or Hub name that the libraries read. problem: what failed, in words. The
+    message has `what`, `problem`, the damaged files in the folder and the library's error. advice:
+    the last sentence of the message, used if no file is damaged. Errors of storage, memory and
+    other ranks are raised unchanged.
     """
     folder = Path(what)
     try:
@@ -65,7 +66,7 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(what: str | Path) -> Iterator[None]:
-    """Put `what` before the messages of a with block's ConfigurationError if they lack `what`."""
+    """Context manager: begin the messages of a ConfigurationError with `what` if they lack it."""
     try:
         yield
     except ConfigurationError as error:
@@ -77,11 +78,11 @@ def naming(what: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
-    """Raise ConfigurationError if a with block computes too long or uses too much memory.
+    """Context manager: raise ConfigurationError if its block uses too much CPU time or memory.
 
-    what: the name for the message. The limits are CPU_LIMIT_S of CPU time, and `memory_bytes` of
-    address space beyond the current use. If CUDA may start in the block, `memory_bytes` must be
-    None (no limit), because CUDA reserves much address space. A nested call keeps the outer limits.
+    what: the name for the message. The limits are CPU_LIMIT_S seconds of CPU time and
+    `memory_bytes` of additional address space (None: no limit). Give None if the block may start
+    CUDA, which reserves much address space. An inner block keeps the limits of the outer block.
     Only the main thread is limited, because only this thread gets signals.
     """
     in_thread = threading.current_thread() is not threading.main_thread()
@@ -115,7 +116,7 @@ def limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Return an error's message as one short line. The error's type precedes a one-word message."""
+    """Return an error's message as one short line. A message of one word gets the error's type."""
     if isinstance(error, MemoryError):
         return f"more than {RENDERING_BYTES >> 30} GiB of memory is needed"
     text = error.problems[0] if isinstance(error, ConfigurationError) else str(error)
@@ -138,7 +139,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return a folder's files that libraries read; [] if `folder` is a file or a Hub name."""
+    """Return the files in a folder that libraries read; [] if `folder` is a file or a Hub name."""
     with contextlib.suppress(OSError, ValueError):  # a name that no file system accepts
         return [path for pattern in _READ for path in sorted(folder.glob(pattern))]
     return []

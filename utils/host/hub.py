@@ -1,4 +1,4 @@
-"""The connection to the Hugging Face Hub: one test; if it fails, the Hub's local cache is used."""
+"""The connection to the Hugging Face Hub: a test; if it fails, only the local cache is used."""
 
 import functools
 import logging
@@ -22,7 +22,7 @@ _gave_up = threading.Event()  # set if `stay_offline`, not the user, turned the 
 
 @functools.cache
 def hub_fault(limit_s: float | None = None) -> str:
-    """Return the reason why the Hub cannot be reached, "" if it can. The result is cached.
+    """Return why the Hub cannot be reached, as text; "" if it can be reached. The result is cached.
 
     limit_s: seconds to wait for an answer (None: PROBE_LIMIT_S). Without this test, the libraries
     would repeat each failing request for a minute. HF_HUB_OFFLINE=0 turns the test off.
@@ -54,10 +54,9 @@ def hub_fault(limit_s: float | None = None) -> str:
 
 
 def upload_fault() -> str:
-    """Return the reason why nothing can be uploaded, "" if the Hub answers.
+    """Return why nothing can be uploaded to the Hub, as text; "" if the Hub answers.
 
-    This waits longer than `hub_fault`. If the Hub did not answer at the start of the run, ask
-    again.
+    The wait for an answer is longer than in `hub_fault`. Test again if an earlier test failed.
     """
     from huggingface_hub import constants
 
@@ -69,10 +68,11 @@ def upload_fault() -> str:
 
 
 def settle_connection(name: str | None, revision: str | None = None) -> bool:
-    """Set the Hub's libraries offline if a model or tokenizer is on the Hub and the Hub is silent.
+    """Use only the Hub's cache in this process if `name` is on the Hub and the Hub does not answer.
 
-    Return whether the libraries were set offline. name: on the Hub, or a local folder, for which
-    the Hub is not asked. Raises ConfigurationError if the Hub's cache lacks the model or tokenizer.
+    name: a model or tokenizer on the Hub, or a local folder, for which the Hub is not tested.
+    Return whether only the cache is used. Raises ConfigurationError if the cache lacks the model or
+    tokenizer.
     """
     if not name or not _NAME.fullmatch(name) or Path(name).exists() or not (fault := hub_fault()):
         return False
@@ -84,7 +84,7 @@ def settle_connection(name: str | None, revision: str | None = None) -> bool:
 
 
 def stay_offline() -> None:
-    """Set the Hub's libraries offline, in this process and in processes that it starts."""
+    """Let the Hub's libraries use only the cache, in this process and in its child processes."""
     from huggingface_hub import constants
 
     if not constants.HF_HUB_OFFLINE:
@@ -94,7 +94,7 @@ def stay_offline() -> None:
 
 
 def lacking(name: str, revision: str | None = None) -> str:
-    """Return an error message if the Hub's cache has no model or tokenizer of this name, or ""."""
+    """Return an error message if the Hub's cache lacks the model or tokenizer `name`, else ""."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     found = (try_to_load_from_cache(name, file, revision=revision) for file in _FIRST_FILES)

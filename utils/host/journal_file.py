@@ -5,7 +5,7 @@ Therefore each execution of the script first appends `{"event": "started"|"resum
 This line rolls back all earlier lines with step > N, and `read_journal` leaves these lines out.
 
 Storage faults and killed processes damage lines. `read_lines` checks the types of all fields that
-Stoker uses, and leaves out and counts damaged lines.
+Stoker uses. It leaves out damaged lines and counts them.
 """
 
 import contextlib
@@ -48,9 +48,9 @@ _KINDS = {
 
 
 def strict_json(value: Any, indent: int | None = None) -> str:
-    """Return a value as JSON text that every parser reads, with known secrets masked.
+    """Return `value` as JSON text that every parser can read, with known secrets masked.
 
-    Scalars of numpy and torch become plain numbers; NaN and infinity become text.
+    Scalars of numpy and torch become plain numbers. NaN and infinity become text.
     """
 
     def plain(other: Any) -> Any:
@@ -63,14 +63,14 @@ def strict_json(value: Any, indent: int | None = None) -> str:
 def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl as dicts, without rolled-back, damaged and repeated lines.
 
-    If several lines have the same event, split and step, only the last is returned, because a
-    resumed run repeats an interrupted evaluation.
+    A resumed run repeats an interrupted evaluation. So if several lines have the same event, split
+    and step, only the last of these lines is returned.
     """
     return as_series(read_lines(Path(path))[0])
 
 
 def as_series(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return lines of metrics.jsonl without rolled-back and repeated lines (see `read_journal`)."""
+    """Return `lines` of metrics.jsonl without rolled-back or repeated lines; see `read_journal`."""
     events: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in lines:
         event, step = line["event"], line["step"]
@@ -89,7 +89,7 @@ def read_lines(
 
     first  read only the lines that end in the first `first` bytes of the file
     last   read only the lines that end in the last `last` bytes of the file
-    ranks  False leaves out the long field `memory_by_rank` and adds `at`, the line's file offset
+    ranks  False: leave out the long field `memory_by_rank`, and add the line's file offset as `at`
     """
     lines, damaged = [], 0
     with path.open("rb") as file:
@@ -111,10 +111,10 @@ def read_lines(
 
 
 def sampled_losses(path: Path, count: int) -> list[tuple[int, float]]:
-    """Return (step, loss) of up to `count` training logs, spread over the whole metrics.jsonl.
+    """Return [(step, loss), ...] of at most `count` training logs, spread over metrics.jsonl.
 
-    Only lines at `count` places of the file are read. Logs that a later start of the script
-    repeated are left out. Raises no OSError: an unreadable file gives [].
+    Only a few lines at each of `count` offsets are read. Rolled-back logs are left out. Return []
+    if the file cannot be read.
     """
     points: list[tuple[int, float]] = []
     with contextlib.suppress(OSError), path.open("rb") as file:
@@ -142,7 +142,7 @@ def _line_start(file: BinaryIO, place: int) -> int:
 
 
 def skipped(damaged: int) -> str:
-    """Return a message about the number of damaged lines.
+    """Return a message on the number of damaged lines in metrics.jsonl.
 
     >>> skipped(1), skipped(2000)
     ('metrics.jsonl: 1 damaged line skipped', 'metrics.jsonl: 2,000 damaged lines skipped')
@@ -153,9 +153,9 @@ def skipped(damaged: int) -> str:
 def read_line(text: bytes) -> dict[str, Any] | None:
     """Parse a line of metrics.jsonl (see docs/metrics.md); return None for a damaged line.
 
-    A line is damaged if a field has a wrong type. A "figure" of _KINDS (such as a loss) may be NaN
-    or infinite. A "measure" (a time, a size, a share) that is not finite is left out, and so are
-    null fields. Fields that a user's hook added may have any type.
+    A line is damaged if a field has a wrong type. A loss, gradient norm or learning rate may be NaN
+    or infinite. A time, size or share that is not finite is left out of the dict, and so are null
+    fields. Fields that a user's hook added may have any type.
     """
     try:
         fields = json.loads(text.decode()).items()
@@ -169,9 +169,10 @@ def read_line(text: bytes) -> dict[str, Any] | None:
 
 
 def _checked(key: str, value: Any) -> Any:
-    """Return the value of a field; None for a "measure" of _KINDS that is not finite.
+    """Return the value of a field, as a number if it is text such as "NaN".
 
-    Raises ValueError for a wrong type.
+    Return None for a time, size or share (a "measure" of _KINDS) that is not finite. Raises
+    ValueError for a wrong type.
     """
     kind = _kind(key)
     if isinstance(value, str) and value in NOT_FINITE and kind != "text":
@@ -209,7 +210,7 @@ def _kind(key: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration in at most two units: 41s, 4m31s, 3h05m, 2d04h.
+    """Format a duration in one or two units: 41s, 4m31s, 3h05m, 2d04h.
 
     >>> duration(271), duration(11_100), duration(187_200)
     ('4m31s', '3h05m', '2d04h')
@@ -222,7 +223,7 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Escape line ends and other unprintable characters for a terminal; mask known secrets.
+    r"""Return `text` for a terminal: unprintable characters are escaped, known secrets are masked.
 
     >>> printable("a b"), printable("line\nend \x1b[1m")
     ('a b', 'line\\nend \\x1b[1m')

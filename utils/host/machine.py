@@ -21,21 +21,21 @@ def global_rank() -> int:
 
 
 def set_death_signal(number: int) -> None:
-    """Let the kernel send a signal to this process when its parent dies; 0 sends none.
+    """Let the kernel send the signal `number` to this process when its parent dies; 0: no signal.
 
-    Each thread has its own setting: the kernel sends the signal if any thread has asked for it.
+    Each thread has its own setting. The kernel sends the signal if any thread has asked for it.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def cpu_fact(name: str) -> str:
-    """Return a field of the first core in /proc/cpuinfo, such as `vendor_id`; "" if missing."""
+    """Return a field, such as `vendor_id`, of the first core in /proc/cpuinfo; "" if missing."""
     found = re.search(rf"^{name}\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     return found[1].strip() if found else ""
 
 
 def memory_room_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes of memory that this job may still use on this host.
+    """Return how many more bytes of memory this job can use on this host.
 
     Slurm limits memory by control groups of step, job and user. Files in /dev/shm count as used,
     and cached file pages that the kernel can drop count as free. `root` is for tests.
@@ -50,10 +50,10 @@ def memory_room_bytes(root: Path = Path("/")) -> int:
 
 
 def memory_kills(root: Path = Path("/")) -> int:
-    """Return the number of processes that the kernel has killed for lack of memory in this job.
+    """Return the number of processes of this job that the kernel has killed for lack of memory.
 
-    This number is from the innermost control group with such a count, which includes kills because
-    of an outer group's limit. If no group has a count, return the number of the whole host.
+    The innermost control group that has such a count gives the number. It includes kills because of
+    an outer group's limit. If no control group has a count, return the number of the whole host.
     """
     for version, groups in _memory_groups(root):
         name = "memory.events" if version == 2 else "memory.oom_control"
@@ -63,7 +63,10 @@ def memory_kills(root: Path = Path("/")) -> int:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[int, list[Path]]]:
-    """Yield (cgroup version, [folder of this process's memory group, its parent, ...])."""
+    """Yield (cgroup version, folders) for each memory control group of this process.
+
+    folders: the group's folder, the parent's folder, the grandparent's folder, and so on
+    """
     known = root / "proc/self/cgroup"
     for line in known.read_text(encoding="utf-8").splitlines() if known.is_file() else ():
         _, controllers, path = line.split(":", 2)
@@ -83,7 +86,7 @@ def _room(group: Path, limit: str, usage: str, droppable: str) -> float:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Return {name: number} of a kernel file with one pair per line; {} if the file is missing."""
+    """Return {name: number} from a kernel file with a name and a number per line; {} if missing."""
     if not path.is_file():
         return {}
     lines = path.read_text(encoding="utf-8").splitlines()

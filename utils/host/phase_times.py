@@ -1,4 +1,4 @@
-"""Seconds that a process spent in each phase of a run (phases: see callbacks.progress.Phase)."""
+"""Seconds that a process spent in each phase of a run, such as training (see progress.Phase)."""
 
 import time
 from typing import Any
@@ -10,8 +10,8 @@ LONGEST_S = 1e10  # a longer time in a file is damage
 class PhaseTimes:
     """The seconds that this process spent in each phase. Another thread may read them at any time.
 
-    now    the current phase, when it began (time.monotonic), and the seconds of each phase until
-           then; always replaced as one tuple
+    now    a tuple, always replaced as a whole: the current phase, the time.monotonic() at which it
+           began, and the seconds of each phase before that time
     saved  the seconds of each phase when the last save ended
     """
 
@@ -20,14 +20,14 @@ class PhaseTimes:
         self.saved: dict[str, float] = {}
 
     def begin(self, phase: str) -> None:
-        """Begin a phase. The current phase may begin again, as at each training step."""
+        """End the current phase and begin `phase`. Each training step begins its phase again."""
         spent = self.seconds()
         if self.now[0] == SAVING != phase:
             self.saved = spent
         self.now = (phase, time.monotonic(), spent)
 
     def take_hang(self, silent_s: float) -> None:
-        """Count the last `silent_s` seconds as the phase HUNG instead of the current phase."""
+        """Move the last `silent_s` seconds from the current phase to the phase HUNG."""
         phase, spent = self.now[0], self.seconds()
         silent_s = min(silent_s, spent[phase])
         spent |= {phase: spent[phase] - silent_s, HUNG: silent_s}
@@ -40,7 +40,7 @@ class PhaseTimes:
 
 
 def valid_numbers(given: Any) -> dict[str, float]:
-    """Return the items of a JSON object with plausible times in seconds, as floats."""
+    """Return the numbers from 0 to LONGEST_S in a JSON object, as {name: float}."""
     items = given.items() if isinstance(given, dict) else ()
     return {
         key: float(value)

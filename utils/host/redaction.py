@@ -37,10 +37,11 @@ _FORMS = re.compile(
 
 
 def load_env_file(path: str | os.PathLike[str] = ".env") -> list[str]:
-    """Set variables in TOKEN_NAMES from a `.env` file, unless already set; return the names set.
+    """Set missing environment variables for tokens from a `.env` file; return the names set.
 
-    The file may be missing. Other lines are ignored with a warning. Raises ConfigurationError for a
-    file that other users can read or change. No message shows a value.
+    Only the variables in TOKEN_NAMES are read. Other lines of the file are ignored with a warning.
+    The file may be missing. Raises ConfigurationError for a file that other users can read or
+    change. No message shows a value.
     """
     from io import StringIO
 
@@ -81,12 +82,15 @@ def _read_private(path: Path) -> str:
 
 
 def redact(text: str) -> str:
-    """Return a text with *** for values of secret variables and for words that look like tokens."""
+    """Return a text in which *** replaces the values of secret variables and words like tokens."""
     return _masked(text, _secret_forms(_secrets()))
 
 
 def redacted(value: Any) -> Any:
-    """Return dicts, lists and texts with secrets masked, before JSON or YAML escapes the texts."""
+    """Return `value` with the secrets in its texts masked; dicts and lists are searched.
+
+    Call this before JSON or YAML escapes the texts.
+    """
     forms = _secret_forms(_secrets())
 
     def mask(part: Any) -> Any:
@@ -100,7 +104,7 @@ def redacted(value: Any) -> Any:
 
 
 def without_exported(command: str) -> str:
-    """Return a command with the values of secret variables in --export=NAME=VALUE masked."""
+    """Return a command line with secrets in Slurm's --export=NAME=VALUE masked."""
 
     def masked(pair: re.Match[str]) -> str:
         return f"{pair[1]}={MASK}" if _SECRET_NAME.search(pair[1]) else pair[0]
@@ -119,7 +123,7 @@ def _secrets() -> tuple[str, ...]:
 
 @cache
 def _secret_forms(secrets: tuple[str, ...]) -> tuple[str, ...]:
-    """Return all texts to mask: each secret unchanged, escaped once and escaped twice."""
+    """Return all texts to mask: each secret unchanged, escaped once (as in JSON) and twice."""
     forms = set(secrets)
     for _ in range(2):  # twice: JSON of a message that quotes JSON
         forms |= {escape(form) for form in forms for escape in _ESCAPES}
@@ -163,8 +167,8 @@ _ESCAPES: tuple[Callable[[str], str], ...] = (
 def install_redaction() -> None:
     """Mask secrets in all log records and uncaught errors. A second call changes nothing.
 
-    The log record factory masks, because a filter on Stoker's handler would miss the handlers of
-    libraries such as transformers.
+    The log record factory masks the secrets. A filter on Stoker's handler would miss the handlers
+    of libraries such as transformers.
     """
     make_record = logging.getLogRecordFactory()
     if getattr(make_record, "redacts", False):
@@ -186,7 +190,7 @@ def install_redaction() -> None:
 
 
 def write_error(text: str) -> None:
-    """Mask secrets in a text and write it to stderr at once; ignore a full disk."""
+    """Mask secrets in a text and write it to stderr at once. Failure to write is ignored."""
     with contextlib.suppress(OSError):
         sys.stderr.write(redact(text))
         sys.stderr.flush()

@@ -4,8 +4,8 @@ The folder .lock has a file owner-1, owner-2, ... for each process that ever hel
 process with the highest number is the owner. The owner rewrites its file every few seconds (the
 heartbeat), and sets `left` in the file at its end. If the owner has ended, a new process creates
 the next file with O_EXCL. So only one process succeeds, also on NFS, where flock may not work. To
-see whether the owner lives, a new process waits for a change of the owner's file. Clocks of hosts
-are not compared.
+see whether the owner lives, a new process waits until the owner's file changes. The clocks of two
+hosts are not compared.
 """
 
 import atexit
@@ -48,9 +48,9 @@ _silent: list["RunOwner"] = []  # owners that gave no heartbeat while this proce
 def take_run_lock(output_dir: Path) -> None:
     """Take the run lock of a directory for this process. Only rank 0 calls this function.
 
-    The lock is held until `leave_run_lock` or the end of the process. If another process owns the
-    lock, wait up to WATCH_S seconds for that owner's heartbeat. Raises ConfigurationError if the
-    owner gives a heartbeat. Raises OSError.
+    This process holds the lock until `leave_run_lock` or its end. If another process owns the lock,
+    wait up to WATCH_S seconds for a heartbeat of that owner. Raises ConfigurationError if a
+    heartbeat comes. Raises OSError.
     """
     leave_run_lock(output_dir)  # this process may still hold the lock of an earlier run
     _held[output_dir.resolve()] = RunLock(output_dir)
@@ -60,8 +60,8 @@ def take_run_lock(output_dir: Path) -> None:
 def refuse_if_in_use(output_dir: Path) -> None:
     """Raise ConfigurationError if another process probably uses a directory.
 
-    This is an early check; `take_run_lock` decides. Wait for the owner's heartbeat only if the last
-    heartbeat came less than WATCH_S / 2 seconds ago.
+    `take_run_lock` decides later. This early check waits for a heartbeat only if the last one is
+    less than WATCH_S / 2 seconds old.
     """
     owner = next(run_owners(output_dir), None)
     if owner is None or output_dir.resolve() in _held:
@@ -83,20 +83,20 @@ def leave_run_lock(output_dir: Path) -> None:
 def note_error(error: str) -> None:
     """Store the error that ends this process, with secrets masked.
 
-    The next heartbeat, or the release of the lock, writes the error into the owner file.
+    The next heartbeat or the release of the lock writes this error into the owner file.
     """
     for lock in _held.values():
         lock.error = redact(error)[:LONGEST_ERROR]
 
 
 def note_phase(phase: str) -> None:
-    """Store the current phase for the next heartbeat, which writes it into the owner file."""
+    """Begin a phase such as "training". The next heartbeat writes it into the owner file."""
     for lock in _held.values():
         lock.phases.begin(phase)
 
 
 def note_energy(kwh: float) -> None:
-    """Store the energy of all GPUs in this process's training. The next heartbeat writes it."""
+    """Store the energy of training in kWh. The next heartbeat writes it into the owner file."""
     for lock in _held.values():
         lock.kwh = kwh
 
@@ -115,7 +115,7 @@ def held_runs() -> dict[Path, str]:
 
 
 def taken_over(output_dir: Path) -> str | None:
-    """Return a sentence about the job that took the run lock from this process; None if none did.
+    """Return a sentence on the job that took the run lock from this process; None if none did.
 
     A process that was suspended for longer than WATCH_S may lose the lock. Call this before writing
     files that other jobs rely on. Raises OSError.
@@ -125,7 +125,7 @@ def taken_over(output_dir: Path) -> str | None:
 
 
 def known_loss(output_dir: Path) -> str | None:
-    """Return the result of `taken_over` at the last heartbeat, without reading a file."""
+    """Return what `taken_over` returned at the last heartbeat, without reading a file."""
     lock = _held.get(output_dir.resolve())
     return lock.lost if lock else None
 
@@ -141,14 +141,14 @@ def wait_until_left(output_dir: Path) -> None:
 class RunOwner:
     """A process that holds or held the run lock, from a file owner-NUMBER in .lock.
 
-    left      the process released the lock
+    left      whether the process released the lock
     error     the error that ended the process, or None
     since     when the process took the lock, in unix seconds by the clock of its host
     beat      the last heartbeat, in unix seconds by the clock of the storage
-    phase     what the process was doing at the last heartbeat
-    replaced  a file with a higher number exists
+    phase     the phase of the run at the last heartbeat
+    replaced  whether a file with a higher number exists
     spent     seconds of each phase until the last heartbeat; empty with older versions of Stoker
-    saved     seconds of each phase when the last save ended
+    saved     seconds of each phase until the last save ended
     kwh       energy that the GPUs used in training; None if unknown
     """
 
@@ -178,7 +178,7 @@ class RunOwner:
 
     @property
     def gone(self) -> bool:
-        """Whether the process certainly lost the lock.
+        """Whether the process certainly no longer holds the lock.
 
         Either another process took the lock, or the process ran on this host and has ended.
         """
@@ -194,7 +194,7 @@ class RunOwner:
 
     @property
     def alive(self) -> bool:
-        """Whether the process probably runs: the last heartbeat is not 2 * WATCH_S seconds old."""
+        """Whether the process probably runs: its last heartbeat is younger than 2 * WATCH_S."""
         return not self.left and not self.gone and self.age_s < 2 * WATCH_S
 
     def belongs_to(self, slurm: Mapping[str, Any]) -> bool:
@@ -204,7 +204,7 @@ class RunOwner:
 
     @property
     def start_of_job(self) -> tuple[int, int]:
-        """The number of restarts by Slurm, and the number of restarts inside the job since then."""
+        """The number of restarts by Slurm, then the number of later restarts inside the job."""
         return self.restart_count, self.restart_in_job
 
     def __str__(self) -> str:
@@ -224,7 +224,7 @@ def run_owners(output_dir: Path) -> Iterator[RunOwner]:
 
 
 class RunLock:
-    """The run lock of one directory, held from the constructor to `leave_run_lock`."""
+    """The run lock of one directory. The constructor takes it, `leave_run_lock` releases it."""
 
     def __init__(self, output_dir: Path):
         self.output_dir, self.folder = output_dir, output_dir / FOLDER
@@ -254,7 +254,7 @@ class RunLock:
         self.thread.start()
 
     def new_owner(self) -> str | None:
-        """Return a sentence about the lock's new owner; None if this process still owns it."""
+        """Return a sentence on the process that took the lock; None if this process owns it."""
         number, owner = _newest(self.folder)
         if owner is None and self.path.name == f"owner-{number}":
             return None  # the file of this process is damaged: the next heartbeat rewrites it
@@ -283,7 +283,7 @@ class RunLock:
     def write(self, flags: int = 0, *, left: bool = False) -> None:
         """Write this process's owner file in one call, so that no reader sees half a file.
 
-        flags: more flags for os.open. left: the process releases the lock.
+        flags: more flags for os.open. left: whether the process releases the lock.
         """
         content = {"owner": self.owner, "beat": self.beats, "left": left, "error": self.error}
         content |= {"phase": self.phases.now[0], "kwh": self.kwh}
@@ -294,9 +294,9 @@ class RunLock:
 
 
 def _wait_for_the_last_owner(output_dir: Path) -> int:
-    """Wait until the last owner has ended, or gave no heartbeat for WATCH_S seconds.
+    """Wait until the last owner ends, or until WATCH_S seconds pass without a heartbeat.
 
-    Return the number of the owner's file, 0 if the directory had no owner. Raises
+    Return the number of the last owner's file, 0 if the directory never had an owner. Raises
     ConfigurationError if the owner gives a heartbeat.
     """
     folder = output_dir / FOLDER
@@ -335,20 +335,20 @@ def _is_gone(last: RunOwner) -> bool:
 
 
 def _start_of_job() -> tuple[int, int]:
-    """Return the number of this job's restarts by Slurm, and inside the job since then."""
+    """Return this job's number of restarts by Slurm, then of later restarts inside the job."""
     names = "SLURM_RESTART_COUNT", RESTART_IN_JOB
     by_slurm, in_job = (int(os.environ.get(name) or 0) for name in names)
     return by_slurm, in_job
 
 
 def _machine() -> str:
-    """Return boot id and pid namespace as text. Pids are comparable only if this text is equal."""
+    """Return boot id and pid namespace as text. Processes with equal texts have comparable pids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _changes(folder: Path) -> Iterator[tuple[int, RunOwner | None]]:
-    """Yield `_newest(folder)` now and after each change; end after WATCH_S seconds of no change."""
+    """Yield `_newest(folder)` now and after each change; end WATCH_S after the last change."""
     newest, until = None, math.inf
     while time.monotonic() < until:
         found = _newest(folder)
@@ -359,7 +359,7 @@ def _changes(folder: Path) -> Iterator[tuple[int, RunOwner | None]]:
 
 
 def _newest(folder: Path) -> tuple[int, RunOwner | None]:
-    """Return the highest number of an owner file (0: no file) and its owner (None: damaged)."""
+    """Return (highest number of an owner file or 0, owner in this file or None if damaged)."""
     number = max(_numbers(folder), default=0)
     try:
         return number, _read_owner(folder, number)

@@ -1,9 +1,9 @@
 """Loss spikes: the rule of `on_spike: stop`, `status.py RUN --spikes` and the report.
 
 A logged value is a spike if it is not finite, or more than DEVIATIONS deviations above the median
-of the previous WINDOW values. Until SHORTEST values are logged, no value is a spike. All values are
-compared by their logarithms, because losses of small batches and gradient norms have a long tail,
-and their logarithms have none. A deviation is 1.4826 times the median distance from the median (an
+of the previous WINDOW values. The first SHORTEST values are never spikes. The rule compares the
+logarithms of the values, because losses of small batches and gradient norms have a long tail, and
+their logarithms have none. A deviation is 1.4826 times the median distance from the median (an
 estimate of the standard deviation), and at least LEAST, about 1 %.
 """
 
@@ -24,11 +24,11 @@ SMALLEST = 1e-9  # replaces 0, the loss of a step without loss tokens
 
 @dataclass(frozen=True)
 class Spike:
-    """One or several consecutive log lines with a value far above the earlier values.
+    """A spike: one or several consecutive log lines with a value far above the earlier values.
 
-    begin: the first step in the mean of the first line. step, last_step: steps of the first and the
-    last line. value: the highest value. before: the median of the earlier values. score: the number
-    of deviations between `before` and `value`.
+    step, last_step: the steps of the first and the last of these lines. begin: the first line is a
+    mean over steps, and this is the first of them. value: the highest value. before: the median of
+    the earlier values. score: the number of deviations between `before` and `value`.
     """
 
     name: str  # loss or grad_norm
@@ -42,14 +42,14 @@ class Spike:
 
     @property
     def steps(self) -> str:
-        """The steps of the first log line, as `status.py --step` reads them: 61, or 51-60."""
+        """The steps of the spike's first log line as text for `status.py --step`: 61, or 51-60."""
         return str(self.step) if self.begin == self.step else f"{self.begin}-{self.step}"
 
     @property
     def all_steps(self) -> str:
-        """The steps of all log lines of the spike, as `status.py --step` reads them.
+        """The steps of all log lines of the spike, as an argument for `status.py --step`.
 
-        If these are more than LONGEST steps, only the steps of the first line.
+        If the spike has more than LONGEST steps, only the steps of its first log line.
         """
         last = self.last_step if self.last_step < self.begin + LONGEST else self.step
         return str(last) if self.begin == last else f"{self.begin}-{last}"
@@ -63,7 +63,10 @@ class Spike:
 
 
 def spikes_in(lines: Iterable[Mapping[str, Any]], name: str = "loss") -> list[Spike]:
-    """Return the spikes of the value `name` in training logs; consecutive lines are one spike."""
+    """Return the spikes in training logs; consecutive log lines are one spike.
+
+    name: the logged value, "loss" or "grad_norm"
+    """
     found: list[Spike] = []
     window = deque[float](maxlen=WINDOW)
     end, follows = 0, False  # the previous log's step, and whether that log is a spike
@@ -86,7 +89,10 @@ def spikes_in(lines: Iterable[Mapping[str, Any]], name: str = "loss") -> list[Sp
 
 
 def _judged(value: float, window: Collection[float]) -> tuple[float, float]:
-    """Return (median of the earlier values in `window`, deviations of `value` above the median)."""
+    """Return (median of the earlier values in `window`, deviations of `value` above this median).
+
+    The result is (NaN, 0) if `window` has fewer than SHORTEST values.
+    """
     if len(window) < SHORTEST:
         return math.nan, 0.0
     before = median(window)
@@ -100,7 +106,7 @@ def _judged(value: float, window: Collection[float]) -> tuple[float, float]:
 
 
 def next_commands(run: Path, spike: Spike, saved: Collection[int]) -> str:
-    """Return a text: the commands that show a spike's documents and resume without some of them.
+    """Return a text with two commands: show a spike's documents, and resume without some of them.
 
     saved: the steps of the run's checkpoints
     """

@@ -9,8 +9,8 @@ signals      Slurm's signals and Ctrl-C as requests to stop
 entry        the first import of every script
 script       logging, environment variables and exit codes of a training script
 opening      output of a script before it imports torch: package versions, first line
-restart      restarts of the ranks inside the job after a lost rank
+restart      restarts of the ranks inside the job after one of them was lost
 verdict      files with the reason and exit code of each rank and of the whole job
-ledger       the file of faults of nodes, and the nodes that a requeued job leaves out
-notify       messages about the end of a job to a webhook or a command
+ledger       the file of faults of nodes; nodes that a requeued job must not use again
+notify       messages about the end of a run to a webhook or a command
 """

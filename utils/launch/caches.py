@@ -32,11 +32,11 @@ _LONGEST_TMPDIR = 75
 
 
 def enter_node_directory() -> Path:
-    """Make this job's private directory on this node's disk, and put libraries' caches there.
+    """Make this job's private directory on this node's disk; return its path. Raises StorageError.
 
-    Return the directory's path. The directory (mode 0700) is under SLURM_TMPDIR, TMPDIR or /tmp.
-    Cache variables that the user set do not change. Also remove the directories of killed launchers
-    on this node. Raises StorageError.
+    The directory (mode 0700) is under SLURM_TMPDIR, TMPDIR or /tmp. The environment variables for
+    caches of libraries are set to folders in the directory, unless the user set them. Directories
+    that killed launchers left on this node are deleted.
     """
     base = os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108
     # On network storage a node sees only its own locks, so it must not remove other nodes' folders.
@@ -63,7 +63,10 @@ def enter_node_directory() -> Path:
 
 
 def unpack_compiled(folder: Path) -> int:
-    """Unpack the archive of compiled code into `folder`; return the number of files there."""
+    """Unpack the archive of compiled code into `folder`; return the number of files in `folder`.
+
+    If the archive cannot be read, only log a warning.
+    """
     archive = archive_path()
     if archive.exists() and archive.stat().st_size <= LARGEST_BYTES:
         try:
@@ -81,10 +84,10 @@ def unpack_compiled(folder: Path) -> int:
 
 
 def pack_compiled(folder: Path, known: int) -> None:
-    """Replace the archive of compiled code by the files in `folder`.
+    """Replace the archive of compiled code with an archive of the files in `folder`.
 
-    known: the number of files after unpacking. If `folder` still has this number of files, no code
-    was added, and the archive stays.
+    known: the result of `unpack_compiled`. If `folder` still has this number of files, nothing was
+    compiled, and the archive is not replaced. If writing fails, only log a warning.
     """
     if _count(folder) == known:
         return
@@ -107,8 +110,8 @@ def archive_path() -> Path:
     """Return the path of this user's archive of compiled code.
 
     The name depends on Python, torch and the type of processor, because compiled C++ code fits one
-    type of processor. One archive serves all types of GPU, because the key of each cached file has
-    the type of GPU.
+    type of processor. One archive serves all types of GPU, because the key of each cached file
+    names the type of GPU.
     """
     facts = [sys.version, metadata.version("torch"), cpu_fact("model name")]
     name = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()

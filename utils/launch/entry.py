@@ -1,13 +1,13 @@
-"""The first import of every script. Small, because Ctrl-C during imports prints a traceback."""
+"""The first import of every script. Small, because Ctrl-C during its import shows a traceback."""
 
 import signal
 from collections.abc import Callable
 
 
 def start(main: Callable[[], int | None], usage: str | None = None, announced: bool = False) -> int:
-    """Run a script's `main` by utils.launch.script.run_script; return the exit code.
+    """Run a script's `main` by utils.launch.script.run_script; return the process's exit code.
 
-    Ctrl-C shows no traceback, even while utils.launch.script is imported.
+    usage, announced: see `run_script`. Ctrl-C shows no traceback, even during the imports.
     """
     end_silently()
     from utils.launch.script import run_script
@@ -16,6 +16,6 @@ def start(main: Callable[[], int | None], usage: str | None = None, announced: b
 
 
 def end_silently() -> None:
-    """Let Ctrl-C end this process without a traceback, unless this process ignores Ctrl-C."""
+    """Let Ctrl-C end this process without traceback; do nothing if the process ignores Ctrl-C."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

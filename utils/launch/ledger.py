@@ -1,4 +1,4 @@
-"""The ledger of bad nodes: a line of JSON for each fault of a node, appended by all jobs.
+"""The ledger of bad nodes: a file to which all jobs append a line of JSON for each fault of a node.
 
 The file is STOKER_LEDGER, which a group can share, or .stoker/nodes.jsonl in the repository, which
 only Slurm jobs write. The job scripts run two commands:
@@ -53,12 +53,16 @@ class Fault:
 
 
 def ledger_path() -> Path:
-    """Return the path of the ledger, which may be missing."""
+    """Return the path of the ledger. The file may be missing."""
     return Path(os.environ.get("STOKER_LEDGER") or _ROOT / ".stoker" / "nodes.jsonl")
 
 
 def record(faults: Iterable[Fault]) -> str:
-    """Append this job's faults to the ledger; return the error as text, or "". Raises nothing."""
+    """Append faults of this job's nodes to the ledger; return an error as text, or "".
+
+    The job's id and the time are added. Outside of Slurm nothing is written, unless STOKER_LEDGER
+    is set.
+    """
     if not os.environ.keys() & {"SLURM_JOB_ID", "STOKER_LEDGER"}:
         return ""
     job = os.environ.get("SLURM_JOB_ID", "")
@@ -78,7 +82,7 @@ def record(faults: Iterable[Fault]) -> str:
 
 
 def read_ledger() -> tuple[list[Fault], int]:
-    """Return (faults, oldest first; number of damaged lines). Raises OSError."""
+    """Return (list of faults, oldest first; number of damaged lines). Raises OSError."""
     faults, damaged = [], 0
     lines = ledger_path().read_bytes().splitlines() if ledger_path().exists() else []
     for line in filter(bytes.strip, lines):
@@ -94,17 +98,18 @@ def read_ledger() -> tuple[list[Fault], int]:
 
 
 def number(name: str, default: float) -> float:
-    """Return the number in an environment variable; `default` if unset or not a number."""
+    """Return the value of an environment variable as a number; `default` if unset or no number."""
     with suppress(KeyError, ValueError):
         return float(os.environ[name])
     return default
 
 
 def bad_nodes(faults: Iterable[Fault]) -> Counter[str]:
-    """Return the nodes to leave out at a requeue, with their numbers of faults in the last week.
+    """Return {node that a requeued job must not use: number of its faults in the last week}.
 
-    If the same rank of a job has the same kind of fault on several nodes, the job is the cause
-    (such as a deadlock in its code), and these faults do not count.
+    These nodes have at least STOKER_LEAVE_OUT_AFTER (2) faults. If the same rank of a job has the
+    same kind of fault on several nodes, the job is the cause (such as a deadlock in its code), and
+    these faults do not count.
     """
     least, now = number("STOKER_LEAVE_OUT_AFTER", 2), time.time()
     # A wrong clock may have written future times. One of the two nodes of a mismatch is healthy.
@@ -119,17 +124,18 @@ def bad_nodes(faults: Iterable[Fault]) -> Counter[str]:
 
 
 def _origin(fault: Fault) -> tuple[str, str, str]:
-    """Return job, kind and the first two words of the cause, such as `rank 3` for a hang."""
+    """Return a fault's job, its kind and two first words of its cause: `rank 3` for a hang."""
     return fault.job, fault.kind, " ".join(fault.cause.split()[:2])
 
 
 def note_faults(
     hosts: Sequence[str], notes_dir: str, code: str, down: str, verdict: str
 ) -> list[str]:
-    """Record the faults that ended a Slurm step on `hosts`; return lines for the job's log.
+    """Find the faults that ended a Slurm step on `hosts`, and write them into the ledger.
 
-    notes_dir: directory of the ranks' note files. code: exit code of the step. down: the nodes that
-    Slurm lost. verdict: why the step ended.
+    Return lines for the job's log; [] without faults. notes_dir: directory of the ranks' note
+    files. code: exit code of the step. down: the nodes that Slurm lost, as text. verdict: why the
+    step ended.
     """
     notes: list[Note] = []
     gpus: list[str] = []
@@ -147,9 +153,9 @@ def note_faults(
 def find_faults(
     verdict: str, notes: Sequence[Note], hosts: Sequence[str], gpus: Mapping[int, str]
 ) -> Iterator[Fault]:
-    """Yield the faults of nodes that ended a Slurm step on `hosts`.
+    """Yield the faults of nodes that, by the verdict and notes, ended a Slurm step on `hosts`.
 
-    verdict: why the step ended. notes: how each rank ended. gpus: the UUID of each rank's GPU.
+    verdict: why the step ended. notes: how each rank ended. gpus: {rank: UUID of its GPU}.
     """
     failed = [note for note in notes if note.kind == "failed"]
     for note in failed:
@@ -171,7 +177,9 @@ def find_faults(
 
 
 def plan_to_leave_out(own: Sequence[str], asked: str, nodes: str) -> list[str]:
-    """Return [the job's ExcNodeList with bad nodes added, or "" if unchanged; text for the log].
+    """Add bad nodes to those that a requeued job excludes; return [ExcNodeList, text for the log].
+
+    ExcNodeList (nodes as text for scontrol) is "" if no node is added; the text may be "".
 
     own    the nodes that the job had
     asked  the nodes that the job excludes and requires, and its reservation (squeue's %x|%n|%v)
@@ -204,7 +212,7 @@ def plan_to_leave_out(own: Sequence[str], asked: str, nodes: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command `note` or `leave-out` of a job script and print the resulting lines."""
+    """Run the command `note` or `leave-out` of a job script and print the lines that it returns."""
     command, *words = sys.argv[1:] if argv is None else argv
     hosts = expand_hosts(os.environ.get("SLURM_JOB_NODELIST", ""))
     lines = note_faults(hosts, *words) if command == "note" else plan_to_leave_out(hosts, *words)

@@ -78,12 +78,12 @@ SHUTDOWN_TIMEOUT_S = 5
 
 
 class StopSignals:
-    """The handler of SIGUSR1, SIGTERM and Ctrl-C: writes a file STOP, which the workers watch.
+    """The handler of SIGUSR1, SIGTERM and Ctrl-C: asks the workers to stop by a file STOP.
 
-    The file is in the node's directory. While the workers are not yet `started`, each signal ends
-    the launcher. SIGTERM also ends the launcher if a verdict (the reason of the job's end) is
-    written, because srun then ends all nodes. Ctrl-C also ends the launcher before the first
-    training step. A second Ctrl-C always ends the launcher.
+    The file is in the node's directory. Before the workers start, each signal ends the launcher.
+    SIGTERM also ends the launcher if the reason of the job's end (verdict) is written, because srun
+    then ends all nodes. Ctrl-C also ends the launcher before the first training step. A second
+    Ctrl-C always ends the launcher.
     """
 
     def __init__(self) -> None:
@@ -120,18 +120,18 @@ class StopSignals:
 
     @property
     def stage(self) -> Stage:
-        """The stage of the run, as the workers wrote it into the node's directory."""
+        """The stage of the run (before, in or after training), which the workers write."""
         return stage_of_node(self.directory) if self.directory else Stage.STARTING
 
     def _interrupt(self) -> NoReturn:
-        """End the workers, which note that the user ended the run, and raise KeyboardInterrupt."""
+        """End the workers, which record an interruption by the user; raise KeyboardInterrupt."""
         if self.directory is not None and self.started:
             (self.directory / INTERRUPTED).touch()
             kill_workers(wait_s=SHUTDOWN_TIMEOUT_S)
         raise KeyboardInterrupt
 
     def clean_up(self) -> None:
-        """Ignore stop signals, kill the workers and delete the node's directory."""
+        """Ignore further stop signals, kill the workers and delete the node's directory."""
         for number in STOPPING:
             # Python removes its handlers at its end, and a signal would then kill it.
             signal.signal(number, signal.SIG_IGN)
@@ -141,7 +141,7 @@ class StopSignals:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Launch this node's processes; return the job's exit code, as far as this node knows it."""
+    """Launch this node's processes, report their end and return the exit code of the job."""
     signals = StopSignals()
     try:
         verdict = leave_or_print(run(sys.argv[1:] if argv is None else argv, signals))
@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(directory: Path, verdict: Verdict) -> None:
-    """Write a failed run's report and send the message. In a job, the job script does so."""
+    """Write a failed run's report.html and call `tell`. In a job, the job script does both."""
     for note in directory.rglob(RUN_STARTED):  # only rank 0 writes this file
         output_dir = Path(note.read_text(encoding="utf-8").strip())
         if verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED, EXIT_CODE):
@@ -164,7 +164,7 @@ def report(directory: Path, verdict: Verdict) -> None:
 
 
 def run(command: list[str], signals: StopSignals) -> Verdict:
-    """Run this node's processes in a private directory; return why they ended or did not start."""
+    """Run the script `command` on this node; return why the job ended, or why it did not start."""
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until clean_up knows the directory
         directory = signals.directory = enter_node_directory()
@@ -190,9 +190,9 @@ def run(command: list[str], signals: StopSignals) -> Verdict:
 
 
 def leave_or_print(verdict: Verdict) -> Verdict:
-    """Write the verdict for the job script; print the verdict if no job script reads it.
+    """Write the verdict for the job script, or print it if no job script reads it.
 
-    Return the job's first verdict, which another node may have written.
+    Return the first verdict of the job, which may be that of another node's launcher.
     """
     if verdict.exit_code == ExitCode.DONE:
         return read_verdict() or verdict  # of a stop at max_gpu_hours
@@ -204,9 +204,9 @@ def leave_or_print(verdict: Verdict) -> Verdict:
 
 
 def prepare(command: list[str]) -> argparse.Namespace:
-    """Choose the accelerate config and check all nodes; return `accelerate launch`'s arguments.
+    """Choose the accelerate config, check all nodes, and return `accelerate launch`'s arguments.
 
-    command: SCRIPT ARGUMENTS. Set variables for the workers. Raises ConfigurationError.
+    command: SCRIPT ARGUMENTS. Also sets variables for the workers. Raises ConfigurationError.
     """
     if not command or not Path(command[0]).is_file():
         raise ConfigurationError(
@@ -244,7 +244,7 @@ def plan_launch(
 ) -> tuple[Allocation, StrategyConfig]:
     """Return (nodes and processes of the job, accelerate config) for a script's `arguments`.
 
-    `devices` is the number of GPUs that torch sees. Raises ConfigurationError.
+    devices: the number of GPUs that torch sees. Raises ConfigurationError.
     """
     strategy = given_strategy(arguments)
     allocation = read_allocation(environment, devices, strategy.value)
@@ -270,9 +270,9 @@ def check_config(config: StrategyConfig, allocation: Allocation) -> None:
 
 
 def given_strategy(arguments: Sequence[str]) -> Given:
-    """Return the strategy in a script's arguments (--strategy, or a recipe); AUTO if none is set.
+    """Return the strategy that a script's arguments set (--strategy, or in a recipe), else AUTO.
 
-    Wrong arguments are ignored, because the script reports them.
+    Wrong arguments are ignored here, because the script reports them.
     """
     from utils.launch.opening import early_settings
 
@@ -281,7 +281,7 @@ def given_strategy(arguments: Sequence[str]) -> Given:
 
 
 def process_environment(allocation: Allocation) -> dict[str, str]:
-    """Return variables for this node's processes: launcher, OMP threads, CPU mode without GPUs."""
+    """Return {variable: value}: the launcher's pid, OMP threads, and CPU mode without GPUs."""
     added = {LAUNCHER: str(os.getpid())}
     if not os.environ.get("OMP_NUM_THREADS"):
         # Share the cores that Slurm gave, or all cores, equally.
@@ -294,7 +294,7 @@ def process_environment(allocation: Allocation) -> dict[str, str]:
 
 
 def ignored_settings(config: StrategyConfig) -> list[str]:
-    """Return the keys of an accelerate config that neither Stoker nor accelerate reads."""
+    """Return the keys in an accelerate config that neither Stoker nor accelerate uses."""
     from accelerate.commands.launch import launch_command_parser
 
     read = {action.dest for action in launch_command_parser()._actions}
@@ -307,7 +307,7 @@ def ignored_settings(config: StrategyConfig) -> list[str]:
 def launch_arguments(
     config: StrategyConfig, allocation: Allocation, command: Sequence[str]
 ) -> argparse.Namespace:
-    """Return the parsed arguments of `accelerate launch` that run a script on this node."""
+    """Return arguments of `accelerate launch` that run `command` (SCRIPT ARGUMENTS) on a node."""
     from accelerate.commands.launch import launch_command_parser
 
     options = [
@@ -343,7 +343,7 @@ def launch_arguments(
 
 
 def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdict:
-    """Run the processes of this node and wait for their end; return why the job ended."""
+    """Run the processes of this node, wait for their end and return why the job ended."""
     from accelerate.commands.launch import launch_command
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -382,7 +382,7 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
 
 
 def kill_workers(*, wait_s: float = 0) -> None:
-    """Kill all child processes and their children, the ranks `wait_s` seconds after a SIGTERM."""
+    """Kill all descendants. If `wait_s` > 0, the ranks get SIGTERM `wait_s` seconds before."""
     with contextlib.suppress(ModuleNotFoundError):  # without psutil no process was started
         import psutil
 

@@ -51,9 +51,9 @@ def tell(run: Path, code: int, text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Send [event, run, job, text] to the webhook; return 0.
+    """Send a message to the webhook STOKER_ON_EVENT; return 0, or 1 if sending fails.
 
-    If sending fails, write a line to stderr and return 1.
+    argv: [event, run, job, text]. A failure is reported in a line on stderr.
     """
     event, run, job, text = map(redact, sys.argv[1:] if argv is None else argv)
     line = f"{run or 'job'} {event}{f' (job {job})' if job else ''}: {text}"

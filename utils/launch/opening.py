@@ -22,7 +22,7 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def early_settings(words: Sequence[str]) -> dict[str, Given]:
-    """Return {name: setting} from a command line and its recipes.
+    """Return {name: setting} from the words of a command line and from the recipes that it names.
 
     Wrong settings are ignored here, because the script reports them later.
     """
@@ -38,7 +38,10 @@ def early_settings(words: Sequence[str]) -> dict[str, Given]:
 
 
 def first_line(script: str, words: Sequence[str]) -> str:
-    """Return a line with the time, the script, its recipes or model, and its output directory."""
+    """Return the line that announces a script: time, script, recipe or model, and output directory.
+
+    words: the script's arguments
+    """
     given = early_settings(words)
     named = [str(given[name].value) for name in SOURCES if name in given]
     line = f"{time.strftime('%H:%M:%S')}  {script}: {[*named, *words, 'no arguments'][0]}"
@@ -63,7 +66,7 @@ def version_text() -> str:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Return {package: version} of the packages that affect a run; None if not installed."""
+    """Return {package: version} of the packages that affect a run; None for a missing package."""
     versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -72,7 +75,7 @@ def package_versions() -> dict[str, str | None]:
 
 
 def git_state(folder: Path = _REPOSITORY) -> dict[str, Any] | None:
-    """Return {"commit": hash, "dirty": whether files differ from the commit}; None if unknown."""
+    """Return {"commit": hash, "dirty": whether files differ from this commit}; None if unknown."""
     if not (folder / ".git").exists():
         return None
     # Without optional locks, git commands of other processes cannot fail because of this one.

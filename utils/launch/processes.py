@@ -40,8 +40,9 @@ class LaunchFacts:
     strategy  requested by `accelerate launch`: single, ddp, fsdp1, fsdp2, zero1, zero2, zero3, or
               zero_file for a DeepSpeed config file; a checkpoint's files depend on the strategy
     hosts     the host name of each rank
+    device    the type of this process's device: "cuda" or "cpu"
     replicas  copies of the sharded states; above 1 only for HSDP, which is fsdp2 with copies
-    gpus      the UUID of each rank's GPU, as nvidia-smi shows it; "" on a CPU
+    gpus      the UUID of each rank's GPU, as nvidia-smi shows it; "" for a rank on a CPU
     """
 
     rank: int
@@ -59,12 +60,12 @@ class LaunchFacts:
 
     @property
     def name(self) -> str:
-        """The strategy as in messages: "hsdp" for fsdp2 with several copies of the states."""
+        """The strategy's name in messages: "hsdp" for fsdp2 with several copies of the states."""
         return "hsdp" if self.replicas > 1 else self.strategy
 
 
 def check_launch() -> LaunchFacts:
-    """Check that all processes are connected; return rank, world size, strategy, hosts and device.
+    """Check that all processes are connected; return the facts of this launch.
 
     Call this after TrainingArguments is made, because TrainingArguments(use_cpu=...) decides the
     device of accelerate's `PartialState`. Collective. Raises ConfigurationError for a wrong
@@ -84,7 +85,11 @@ def check_launch() -> LaunchFacts:
 
 
 def check_connected(processes: int, visible_gpus: int) -> None:
-    """Raise ConfigurationError unless accelerate connected all processes of the launcher."""
+    """Raise ConfigurationError unless accelerate connected all processes that were started.
+
+    processes: the number that accelerate connected. visible_gpus: the number of GPUs that torch
+    sees; 0 on a CPU. Several GPUs for a single process are also an error.
+    """
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if asked != processes:
@@ -111,11 +116,11 @@ def check_connected(processes: int, visible_gpus: int) -> None:
 
 
 def all_hosts(rank: int, device: torch.device) -> tuple[str, ...]:
-    """Return the host name of every rank. As the first collective, this also tests the network.
+    """Return the host name of each rank, by a collective. It is the first, so it tests the network.
 
-    Raises UnfitClusterError if the collective fails or takes too long, and torch's error if another
-    rank ended meanwhile. A blocked collective stays in a daemon thread, so the process must end by
-    os._exit, as in `run_script`.
+    rank, device: of this process. Raises UnfitClusterError if the collective fails or takes too
+    long, and torch's error if another rank ended meanwhile. A blocked collective stays in a daemon
+    thread, so the process must end by os._exit, as in `run_script`.
     """
     answer: Future[tuple[str, ...]] = Future()
 
@@ -146,7 +151,7 @@ def all_hosts(rank: int, device: torch.device) -> tuple[str, ...]:
 def requested_strategy(environment: Mapping[str, str], processes: int) -> str:
     """Return the strategy (see LaunchFacts) that accelerate's environment variables select.
 
-    If these variables are not set, return ddp, or single for one process.
+    If these variables are not set, return "single" for one process and "ddp" for several.
     """
     if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
         if environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") != "none":
@@ -170,12 +175,12 @@ def exchange_in_bf16(model: Any) -> None:
 
 
 def requested_replicas(environment: Mapping[str, str]) -> int:
-    """Return the number of copies of the sharded states in accelerate's variables (1: no HSDP)."""
+    """Return how many copies of the sharded states accelerate's environment variables request."""
     return int(group_sizes(environment).get(REPLICAS, "1"))
 
 
 def report_groups(launch: LaunchFacts, per_node: int) -> None:
-    """Log HSDP's copies and shards; warn if one copy of the states needs the GPUs of several nodes.
+    """Log HSDP's numbers of copies and shards; warn if one copy needs the GPUs of several nodes.
 
     per_node: the number of GPUs on a node
     """
@@ -199,8 +204,8 @@ def has_replicas(accelerator: Any) -> bool:
 def tune_strategy(accelerator: Any) -> None:
     """Configure accelerate for less memory and float32 sums. Call before `accelerator.prepare`.
 
-    DDP does not copy gradients. FSDP2 sums gradients over ranks in float32, after every
-    micro-batch.
+    DDP does not copy gradients. FSDP2 sums gradients over ranks in float32, and after every
+    micro-batch, so a rank does not keep the gradients of all weights.
     """
     if accelerator.ddp_handler is not None:
         accelerator.ddp_handler.gradient_as_bucket_view = True  # saves two copies per step
@@ -218,7 +223,7 @@ def tune_strategy(accelerator: Any) -> None:
 def check_running_strategy(facts: LaunchFacts) -> None:
     """Raise ConfigurationError unless accelerate runs the requested strategy.
 
-    On a CPU, for example, accelerate silently replaces FSDP by DDP. Call this after the Trainer is
+    For example, accelerate silently replaces FSDP by DDP on a CPU. Call this after the Trainer is
     made.
     """
     from accelerate.state import AcceleratorState

@@ -1,7 +1,8 @@
-"""The first check: all nodes start, reach the first node, and have the same code and packages.
+"""The first check of a launch: all nodes start, reach the first node, and have the same software.
 
 Each node's launcher sends `node_facts` to the first node, as one line of JSON. The first node
-listens at the port after rank 0's port, and answers with the problems of all nodes.
+listens at the port after rank 0's port. It compares the facts and answers every node with the
+problems of all nodes.
 """
 
 import contextlib
@@ -26,7 +27,10 @@ _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at a port of this host. Raises UsedPortError if it is in use."""
+    """Return a socket that listens at `port`. Raises UsedPortError if the port is in use.
+
+    host: the name of this host for the error message
+    """
     try:
         return socket.create_server(("", port))
     except OSError as error:
@@ -37,9 +41,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> dict[str, Any]:
-    """Return JSON values: this node's host, GPUs, versions and a hash of `files`.
+    """Return this node's host, GPUs and versions, and a hash of `files`, as JSON values.
 
-    The values under the key `same` must be equal on all nodes. `devices` is the number of GPUs that
+    The values under the key `same` must be equal on all nodes. devices: the number of GPUs that
     torch sees.
     """
     code = hashlib.sha256()
@@ -60,9 +64,9 @@ def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> d
 
 
 def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> None:
-    """Compare the `node_facts` of all nodes. Raises UnfitClusterError on every node for a problem.
+    """Raise UnfitClusterError on every node if the nodes cannot run one job.
 
-    Raises ConfigurationError for a wrong STOKER_MEET_TIMEOUT_S.
+    facts: `node_facts` of this node. Raises ConfigurationError for a wrong STOKER_MEET_TIMEOUT_S.
     """
     if len(allocation.hosts) == 1:
         problems = node_problems([facts])
@@ -79,7 +83,10 @@ def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> None:
 
 
 def node_problems(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return messages on why nodes with these `node_facts` cannot run one job; [] if they can."""
+    """Return messages that say why nodes cannot run one job; [] if they can.
+
+    everyone: `node_facts` of each node, beginning with the first node
+    """
     problems = []
     first = everyone[0]
     for node in everyone:
@@ -107,7 +114,10 @@ def node_problems(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _collect(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) -> list[str]:
-    """Collect all nodes' facts on the first node; return the problems and send them to all."""
+    """Collect the facts of all nodes on the first node; send the problems to all nodes.
+
+    Return the problems. timeout_s: seconds to wait for the other nodes.
+    """
     hosts, nodes = allocation.hosts, {0: dict(facts)}
     deadline = time.monotonic() + timeout_s
     listen(allocation.host, allocation.port).close()  # test that rank 0's port is free
@@ -135,7 +145,10 @@ def _collect(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float)
 
 
 def _report(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) -> list[str]:
-    """Send this node's facts to the first node; return the problems in the first node's answer."""
+    """Send this node's facts to the first node; return the problems that the first node answers.
+
+    timeout_s: seconds in which the first node must accept the connection
+    """
     where = (allocation.address, allocation.port + 1)
     deadline = time.monotonic() + timeout_s
     while True:

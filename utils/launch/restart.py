@@ -1,4 +1,4 @@
-"""Restarts of the ranks inside the job after a lost rank, from the newest checkpoint.
+"""Restarts of the ranks from the newest checkpoint, inside the same job, after a rank was lost.
 
 In a Slurm job, slurm/training_job.sh starts a new Slurm step. Slurm has then ended all processes of
 the old step on all nodes, and the new ranks meet at another port. Without a job script, the
@@ -26,16 +26,16 @@ _NOTE = "restarts"
 
 
 def note_restarts(most: int, step: int) -> None:
-    """Write the file that lets the launcher restart the ranks after a lost rank.
+    """Write the file that allows restarts of the ranks inside the job.
 
-    most: the setting `restarts_in_job`. step: the step of the checkpoint from which the ranks
-    resumed.
+    most: the highest number of restarts (setting `restarts_in_job`). step: the step of the
+    checkpoint from which the ranks resumed.
     """
     leave_file(_NOTE, f"{most} {step}\n")
 
 
 def recovery_s() -> float | None:
-    """Return the seconds from the crash until now if the ranks were restarted, else None.
+    """Return the seconds from the loss of a rank until now; None if the ranks were not restarted.
 
     Call this after the first training step. A second call returns None.
     """
@@ -45,7 +45,7 @@ def recovery_s() -> float | None:
 
 @dataclass
 class Restarts:
-    """The restarts of this machine's ranks by its launcher.
+    """The launcher's restarts of the ranks of this node.
 
     directory    the node's private directory, with the note files of the ranks
     by_launcher  True if the launcher restarts ranks: all ranks are here, and there is no job script
@@ -59,16 +59,21 @@ class Restarts:
     began_at: int | None = None
 
     def run(self, run_ranks: Callable[[], Verdict], is_stopping: Callable[[], bool]) -> Verdict:
-        """Run the ranks, and run them again after a lost rank; return why the last ranks ended."""
+        """Run the ranks, and run them again if one is lost; return why the last ranks ended.
+
+        run_ranks: runs all ranks once and returns why they ended. is_stopping: returns True after a
+        request to stop, and then nothing is restarted.
+        """
         verdict = run_ranks()
         while not is_stopping() and self._prepare(verdict):
             verdict = run_ranks()
         return verdict
 
     def _prepare(self, verdict: Verdict) -> bool:
-        """Return whether to start the ranks again after `verdict`.
+        """Return whether the ranks should run again after they ended with `verdict`.
 
-        If so, also remove the note files of the old ranks and set variables for the new ranks.
+        If so, also delete the note files of the old ranks and set environment variables for the new
+        ranks.
         """
         notes = Path(os.environ[NOTES_DIR])
         lost = verdict.exit_code == ExitCode.LOST_RANK and (notes / _NOTE).exists()

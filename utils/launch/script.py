@@ -88,8 +88,8 @@ _SWITCHES = {
 class LineFormatter(logging.Formatter):
     """Formatter of log lines: `12:34:56  message`.
 
-    Lines of other ranks than 0 also have host and rank. Lines of other levels than INFO also have
-    the level.
+    On ranks other than 0, host and rank precede the message. For levels other than INFO, the level
+    precedes the message.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -99,10 +99,11 @@ class LineFormatter(logging.Formatter):
 
 
 def configure_logging(*, debug: bool = False) -> None:
-    """Log to stdout with secrets masked: everything on rank 0, only warnings on other ranks.
+    """Log to stdout with secrets masked: INFO and higher on rank 0, warnings on other ranks.
 
-    Libraries log warnings on rank 0, and only errors on other ranks, where warnings would repeat.
-    debug: also show Stoker's own lines of level DEBUG. A second call adds no second handler.
+    Libraries log warnings on rank 0. On other ranks, where warnings would repeat, they log only
+    errors. debug: also show Stoker's own lines of level DEBUG. A second call adds no second
+    handler.
     """
     rank = global_rank()
     install_redaction()
@@ -127,10 +128,10 @@ def configure_logging(*, debug: bool = False) -> None:
 
 
 def configure_environment() -> None:
-    """Set the variables that libraries read when they are imported, unless the user set them.
+    """Set environment variables that libraries read at their import, unless the user set them.
 
     Call this before torch, huggingface_hub, transformers or datasets is imported. In a Slurm job
-    HF_HUB_OFFLINE becomes 1 unless set, because nodes seldom have internet.
+    HF_HUB_OFFLINE becomes 1, because nodes seldom have internet.
     """
     # Imports leave 700,000 permanent objects. A start takes a third less time if the garbage
     # collector does not traverse them a thousand times, nor at the end of the process.
@@ -157,7 +158,7 @@ def _lacks(words: str, record: logging.LogRecord) -> bool:
 
 
 def configure_hub() -> None:
-    """Set only the variables of the Hub's libraries, for scripts that download.
+    """Set the environment variables of the Hub's libraries alone, for scripts that download.
 
     Progress bars are shown only on a terminal. HTTP requests are not logged.
     """
@@ -179,17 +180,17 @@ def _stay_offline_in_jobs() -> None:
 def run_script(
     main: Callable[[], int | None], usage: str | None = None, announced: bool = False
 ) -> int:
-    """Run a script's main and return the exit code of the process.
+    """Run a script's `main`, show its errors and return the exit code of the process.
 
-    Without arguments, write `usage` and return ExitCode.REFUSED. `--version` prints versions.
-    announced: rank 0 first writes a line on what the script does, because imports take some
-    seconds.
+    usage: text that is shown if the script has no arguments; the exit code is then
+    ExitCode.REFUSED. announced: rank 0 first writes a line on what the script does, because imports
+    take some seconds. The argument `--version` prints versions.
 
-    A ConfigurationError, a full disk and a missing package are shown without traceback: all
-    problems by rank 0, one line by the first rank of each other node. Any other exception is shown
-    with traceback, host and rank, and gives exit code 1. For each of these errors, `leave_note`
-    writes a file for the launcher. Ctrl-C is shown in one line. SystemExit passes through, except
-    Answer (the SystemExit of `--print_config`): its text is printed.
+    A ConfigurationError, a full disk and a missing package are shown without traceback. Rank 0
+    shows all problems, and the first rank of each other node shows one line. Any other exception is
+    shown with traceback, host and rank, and gives exit code 1. After each of these errors,
+    `leave_note` writes a file for the launcher. Ctrl-C is shown in one line. SystemExit passes
+    through, except Answer (the SystemExit of `--print_config`), whose text is printed.
 
     Under slurm/launch_node.sh, which reads the files of `leave_note`, ExitCode.STOPPED (stopped
     with a checkpoint) becomes 0, because torchrun would kill the other ranks at any other code.
@@ -200,11 +201,11 @@ def run_script(
     last: list[Callable[[], None]] = []  # reports and messages; only without a launcher
 
     def leave_at_once() -> None:
-        """Write reports and messages; with several ranks, skip the interpreter's teardown.
+        """Write reports, send messages, and with several ranks end the process by os._exit.
 
-        In the teardown, process groups may wait for other ranks, and a library's thread may abort
-        the process. This atexit handler is registered before all others, so it runs last, after
-        the run lock was released.
+        os._exit skips Python's teardown, in which process groups may wait for other ranks and a
+        library's thread may abort the process. This atexit handler is registered before all others,
+        so it runs last, after the run lock was released.
         """
         while last:
             last.pop(0)()
@@ -233,7 +234,7 @@ def run_script(
 
 
 def write_report(run: Path) -> None:
-    """Run report.py for a failed run in a separate process with a time limit. Raises nothing."""
+    """Run report.py for a failed run in a child process with a time limit. Raises nothing."""
     command = [sys.executable, str(Path(__file__).parents[2] / "report.py"), str(run)]
     # Without these variables report.py is not a rank, and writes no note for the launcher.
     others = ("STOKER_", "RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -336,8 +337,8 @@ def _fail(error: Exception) -> int:
 def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
     """Show an error without traceback, write a note for the launcher, return the exit code.
 
-    of_this_rank: only this rank raised the error, so this rank shows it. Otherwise all ranks raised
-    the error, and not every rank shows it.
+    of_this_rank: True if only this rank raised the error, which this rank then shows. If all ranks
+    raised the error, rank 0 shows all problems and one rank of each other node shows one line.
     """
     for level, text in error.report:
         logger.log(level, "%s", text)
@@ -361,11 +362,12 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
 
 
 def _show(lines: list[str], again: list[str]) -> None:
-    """Write `lines` to stderr, and let `again` be printed below the traceback of the launcher.
+    """Write `lines` to stderr, and without launch_node.sh `again` below a launcher's traceback.
 
-    Under torchrun, write `again` to TORCHELASTIC_ERROR_FILE, which torchrun prints last. After
-    Ctrl-C torchrun does not print this file, and `accelerate launch` of one process never does.
-    In these cases start a shell that waits for the launcher's end, at most 5 s, and prints `again`.
+    Under torchrun, `again` is written to TORCHELASTIC_ERROR_FILE, which torchrun prints last. After
+    Ctrl-C torchrun does not print this file, and `accelerate launch` of one process never does. In
+    these cases a shell is started. It waits for the launcher's end, at most 5 s, and prints
+    `again`.
     """
     write_error("".join(f"{line}\n" for line in lines))
     if NODE_DIR in os.environ:  # slurm/launch_node.sh prints the cause last

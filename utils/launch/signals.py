@@ -1,13 +1,14 @@
 """Signals as requests to stop: the training loop then saves a checkpoint and ends.
 
-SIGTERM, SIGUSR1 and the first Ctrl-C (SIGINT) are such requests. If a stop would save nothing (see
-Stage), the first Ctrl-C ends the process at once. A second Ctrl-C always ends the process at once.
+SIGTERM, SIGUSR1 and the first Ctrl-C (SIGINT) are such requests. Before and after training there is
+nothing to save, so the first Ctrl-C ends the process at once. A second Ctrl-C always ends the
+process at once.
 
-slurm/launch_node.sh gives a node a private directory (STOKER_NODE_DIR). The node's launcher answers
-the signals: it writes the file STOP there, and every process continues until its checkpoint is
-written. For the second Ctrl-C the launcher writes the file INTERRUPTED and sends SIGTERM. A SIGTERM
-without these files comes from torchrun, because another process failed, and ends the process at
-once.
+slurm/launch_node.sh gives a node a private directory (STOKER_NODE_DIR). Then the node's launcher
+gets the signals and writes the file STOP into the directory. Every process continues until its
+checkpoint is written. At the second Ctrl-C the launcher writes the file INTERRUPTED and sends
+SIGTERM. A SIGTERM without these files comes from torchrun, because another process failed, and ends
+the process at once.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ KILLED_BY_SIGTERM = 128 + signal.SIGTERM
 class Stage(Enum):
     """The stage of a run: before, in or after training.
 
-    The value is a text for the user: when an interruption at once came, and what it means.
+    The value is the part of a message that says when an interruption came, and what it means.
     """
 
     STARTING = "before the first step of this start; earlier checkpoints stay as they are"
@@ -55,9 +56,9 @@ class Stage(Enum):
 
 @dataclass
 class SignalState:
-    """The stage of this process's run, and the request to stop, if any.
+    """The stage of this process's run, and the request to stop, if there is one.
 
-    requested   the source of a request to stop, such as "SIGTERM"
+    requested   the name of the signal that requested the stop, such as "SIGTERM"
     pressed_at  the time of the last SIGINT, by time.monotonic()
     pipe        (reading end, writing end) of a pipe; Python writes the number of each signal
     """
@@ -68,7 +69,7 @@ class SignalState:
     pipe: tuple[int, int] | None = None
 
     def is_new_press(self, now: float) -> bool:
-        """Return whether a SIGINT at time `now` is a new press of Ctrl-C.
+        """Return whether a SIGINT at time `now` is from a new press of Ctrl-C; store the time.
 
         A terminal, a launcher and the command `timeout` may each send a SIGINT for one press.
         """
@@ -80,7 +81,10 @@ signal_state = SignalState()  # signals belong to the process
 
 
 def raise_at_ctrl_c() -> None:
-    """Let the first Ctrl-C raise KeyboardInterrupt, and the second end this process at once."""
+    """Let the first Ctrl-C raise KeyboardInterrupt, and the second end this process at once.
+
+    Nothing changes if this process ignores Ctrl-C.
+    """
 
     def press(*_: object) -> None:
         if not signal_state.is_new_press(time.monotonic()):
@@ -95,7 +99,7 @@ def raise_at_ctrl_c() -> None:
 
 
 def install_stop_signals() -> None:
-    """Turn SIGTERM, SIGUSR1 and Ctrl-C into requests to stop, and clear earlier requests.
+    """Turn SIGTERM, SIGUSR1 and Ctrl-C into requests to stop; forget earlier requests.
 
     Only the main thread may call this function. A separate thread reads the signals from a pipe
     (signal.set_wakeup_fd), because Python runs handlers only in the main thread, which may be
@@ -126,7 +130,7 @@ def install_stop_signals() -> None:
 
 
 def enter_stage(stage: Stage) -> None:
-    """Store the stage of the run, in this process and in a file for the launcher of this node."""
+    """Store the stage of the run in this process, and in a file for the launcher of this node."""
     signal_state.stage = stage
     directory = os.environ.get(NODE_DIR)
     if directory and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -135,7 +139,7 @@ def enter_stage(stage: Stage) -> None:
 
 
 def stage_of_node(directory: Path) -> Stage:
-    """Return the stage of the run that ranks wrote into a node's private directory."""
+    """Return the stage of the run from a node's private directory; STARTING without its file."""
     try:
         return Stage[(directory / STAGE).read_text(encoding="utf-8")]
     except (OSError, KeyError):  # the file is missing, or is just being written
@@ -143,9 +147,10 @@ def stage_of_node(directory: Path) -> Stage:
 
 
 def end_with_launcher() -> None:
-    """Let the kernel kill this rank when its launcher dies, if there is a launcher.
+    """Let the kernel kill this rank when its launcher dies; kill it now if the launcher is dead.
 
-    A rank without launcher would continue and hold the run lock, so the run could not resume.
+    Without a launcher nothing happens. A rank that outlives its launcher would continue and hold
+    the run lock, so the run could not resume.
     """
     parent, launcher = os.getppid(), int(os.environ.get(LAUNCHER, "0"))
     if _started_by(parent):
@@ -166,7 +171,10 @@ def _started_by(parent: int) -> bool:
 
 
 def is_launcher(process: int) -> bool:
-    """Return whether the process id is `accelerate launch`, torchrun or DeepSpeed's launcher."""
+    """Return whether a process is `accelerate launch`, torchrun or DeepSpeed's launcher.
+
+    process: the process id
+    """
     return any(Path(word).name in _LAUNCHERS for word in _command_line(process))
 
 
@@ -180,7 +188,7 @@ def _command_line(process: int) -> list[str]:
 
 
 def stop_request() -> str | None:
-    """Return the source of a request to stop, such as SIGTERM; None if there is no request."""
+    """Return what requested a stop, such as "SIGTERM"; None if there is no request."""
     return signal_state.requested or _node_request()
 
 
@@ -207,7 +215,10 @@ def _answer_signals(pipe: int, ready: threading.Event) -> None:
 
 
 def _answer(numbers: Collection[int], now: float) -> None:
-    """Act on the signal `numbers` that came at time `now`, if slurm/launch_node.sh is not used."""
+    """Act on signals if there is no slurm/launch_node.sh: request a stop, or end this process.
+
+    numbers: the signals. now: the time at which they came, by time.monotonic().
+    """
     # At the second Ctrl-C torchrun sends SIGTERM.
     by_torchrun = signal_state.requested == CTRL_C and signal.SIGTERM in numbers
     if signal.SIGINT in numbers or by_torchrun:
@@ -222,9 +233,9 @@ def _answer(numbers: Collection[int], now: float) -> None:
 
 
 def _obey_the_launcher() -> None:
-    """Act on a SIGTERM under launch_node.sh.
+    """Act on a SIGTERM under slurm/launch_node.sh: return if the launcher wrote the file STOP.
 
-    If the launcher wrote the file STOP, continue. Otherwise end the process.
+    Otherwise end the process.
     """
     interrupted = Path(os.environ[NODE_DIR]) / INTERRUPTED
     give_up_at = time.monotonic() + FILE_WITHIN_S
@@ -238,7 +249,7 @@ def _obey_the_launcher() -> None:
 
 
 def _announce_the_save() -> None:
-    """Write to stderr on rank 0 what Ctrl-C does, and how long the launcher waits for the save."""
+    """Write to stderr on rank 0 that Ctrl-C saves a checkpoint, and how long the launcher waits."""
     said = SAVING
     if "TORCHELASTIC_RUN_ID" in os.environ:
         said += " (torchrun waits 30 s for the save; slurm/launch_node.sh waits until it is done)"
@@ -251,7 +262,7 @@ def _announce_the_save() -> None:
 
 
 def _end_by_user() -> None:
-    """End this process at once, and note in its run locks that the user interrupted the run."""
+    """End this process at once; write into its run locks that the user interrupted the run."""
     note_error(BY_USER)
     for run in held_runs():
         leave_run_lock(run)
@@ -261,7 +272,7 @@ def _end_by_user() -> None:
 
 
 def shield_loader_worker(_worker_id: int) -> None:
-    """Make a data worker ignore signals to the job and Ctrl-C; used as `worker_init_fn`.
+    """Let a data worker ignore Ctrl-C and signals to the whole job. A `worker_init_fn`.
 
     If a worker ended, the loader would raise before the requested checkpoint is written. A SIGTERM
     from the training process still ends the worker.

@@ -34,7 +34,7 @@ class Allocation:
     hosts          Slurm's names of all nodes
     node           index of this node in `hosts`
     processes      number of processes per node
-    gpus           number of GPUs per node, equal to `processes`; None on CPUs
+    gpus           number of GPUs per node, equal to `processes`; None if the job runs on CPUs
     address, port  where rank 0 listens; port 0 on a single node: accelerate chooses a free port
     """
 
@@ -59,11 +59,10 @@ class Allocation:
 def read_allocation(
     environment: Mapping[str, str], devices: int, strategy: str = AUTO
 ) -> Allocation:
-    """Return the nodes and processes of the Slurm job; outside of Slurm those of this host.
+    """Return the nodes and processes of the Slurm job; outside of Slurm one node, this host.
 
-    `devices`, the number of GPUs that torch sees, counts where Slurm counts none. `strategy` is the
-    value of --strategy. Raises ConfigurationError for wrong settings, UnfitClusterError for missing
-    GPUs.
+    devices: the number of GPUs that torch sees, used if Slurm counts no GPUs. strategy: the value
+    of --strategy. Raises ConfigurationError for wrong settings, UnfitClusterError for missing GPUs.
     """
     hosts, node = _nodes(environment)
     in_slurm, on_gpus = "SLURM_JOB_ID" in environment, not on_cpu(environment, strategy)
@@ -115,7 +114,7 @@ def _nodes(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int]:
 
 
 def on_cpu(environment: Mapping[str, str], strategy: str = AUTO) -> bool:
-    """Return whether an environment variable or the accelerate config cpu.yaml requests the CPU."""
+    """Return whether the user requests the CPU: by a variable or the accelerate config cpu.yaml."""
     # With `use_cpu: true` in cpu.yaml, accelerate would start only one process.
     return (
         is_true("ACCELERATE_USE_CPU", environment)
@@ -125,7 +124,7 @@ def on_cpu(environment: Mapping[str, str], strategy: str = AUTO) -> bool:
 
 
 def expand_hosts(node_list: str) -> tuple[str, ...]:
-    """Return the hosts in a list such as `n[01-03,7],x1`.
+    """Return the host names in one of Slurm's lists, such as `n[01-03,7],x1`.
 
     Slurm's scontrol is not used, because a container may lack this command.
     """
@@ -142,7 +141,7 @@ def expand_hosts(node_list: str) -> tuple[str, ...]:
 
 
 def time_limit_s(text: str) -> int | None:
-    """Return squeue's DAYS-HOURS:MINUTES:SECONDS as seconds; None for UNLIMITED."""
+    """Return a time limit of squeue, DAYS-HOURS:MINUTES:SECONDS, as seconds; None for UNLIMITED."""
     match = _TIME.fullmatch(text)
     if match is None:
         return None
@@ -151,7 +150,7 @@ def time_limit_s(text: str) -> int | None:
 
 
 def job_end_time() -> float | None:
-    """Return the end of the job's time limit in unix seconds; None if unknown, or without a job."""
+    """Return when this job's time limit ends, in unix seconds; None if unknown or without a job."""
     known, job = os.environ.get("SLURM_JOB_END_TIME", ""), os.environ.get("SLURM_JOB_ID")
     if known.isdecimal():  # Slurm 23 and later
         return float(known)
@@ -169,7 +168,10 @@ def job_end_time() -> float | None:
 
 
 def job_times() -> dict[str, float]:
-    """Return this job's `submit_time` and `start_time` in unix seconds, without unknown times."""
+    """Return {"submit_time": ..., "start_time": ...} of this job in unix seconds.
+
+    Unknown times are left out.
+    """
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         times = _squeue_times(os.environ["SLURM_JOB_ID"], "%V %S")
         return dict(zip(("submit_time", "start_time"), times, strict=True))

@@ -1,4 +1,4 @@
-"""The reason why a job ended: a note file per rank, and one verdict (text, exit code) per job.
+"""The reason why a job ended: a note file per rank, and one verdict (reason, exit code) per job.
 
 The files are in the directory STOKER_NOTES_DIR. slurm/training_job.sh makes one directory for all
 nodes of a job; otherwise slurm/launch_node.sh makes one per node. Without this variable no file is
@@ -63,12 +63,12 @@ runs_begun: list[Path] = []  # output directories of the runs that this process 
 
 @dataclass(frozen=True)
 class Note:
-    """How and why one rank ended. `text` is one line; its content depends on `kind`.
+    """A rank's note: how and why the rank ended. `text` is one line; its content depends on `kind`.
 
     kind     "stopped" (with a checkpoint), "refused" (text: the first problem), "failed" (text: the
              exception), "hung" (text: the place in the code) or "killed" (text: the signal)
     time     when the note was written, in unix seconds
-    beats    for a hung rank: the number of its Trainer events
+    beats    for a hung rank: the number of Trainer events until then
     waiting  for a hung rank: whether it waits for other ranks
     """
 
@@ -84,14 +84,14 @@ class Note:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The reason why a job ended, and an ExitCode or the script's own exit code."""
+    """The reason why a job ended (text). exit_code: an ExitCode or the script's own exit code."""
 
     text: str
     exit_code: int
 
 
 def notes_directory() -> Path | None:
-    """Return the directory STOKER_NOTES_DIR; None if the variable is not set."""
+    """Return the path in STOKER_NOTES_DIR; None if this environment variable is not set."""
     directory = os.environ.get(NOTES_DIR)
     return Path(directory) if directory else None
 
@@ -99,10 +99,10 @@ def notes_directory() -> Path | None:
 def leave_note(
     kind: str, exit_code: int, text: str, rank: int | None = None, **details: Any
 ) -> Note:
-    """Write and return a note on the end of `rank` (None: this rank).
+    """Write a note file on the end of a rank and return the note. A full disk raises nothing.
 
-    An existing note file of this rank is kept. details: fields of Note. Raises nothing if the disk
-    is full.
+    kind, exit_code, text: see Note. rank: None for this rank. details: other fields of Note. If the
+    rank already has a note file, this file is kept.
     """
     if rank is None:
         rank = global_rank()
@@ -112,7 +112,10 @@ def leave_note(
 
 
 def read_notes(directory: Path | None = None) -> list[Note]:
-    """Return the notes in `directory` (None: STOKER_NOTES_DIR), earliest first. Raises OSError."""
+    """Return the ranks' notes in a directory, earliest first. Raises OSError.
+
+    directory: None for STOKER_NOTES_DIR. Return [] if this variable is not set.
+    """
     directory = directory or notes_directory()
     files = directory.glob("rank-*.json") if directory else ()
     notes = [Note(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
@@ -120,7 +123,7 @@ def read_notes(directory: Path | None = None) -> list[Note]:
 
 
 def mark_run_started(output_dir: Path, gpus: Sequence[str] = ()) -> None:
-    """Tell slurm/training_job.sh by a file that all checks passed.
+    """Tell slurm/training_job.sh that all checks passed, by files in STOKER_NOTES_DIR.
 
     gpus: the UUID of each rank's GPU
     """
@@ -130,13 +133,16 @@ def mark_run_started(output_dir: Path, gpus: Sequence[str] = ()) -> None:
 
 
 def leave_verdict(text: str, exit_code: int) -> bool:
-    """Write the job's verdict (text: the reason); return False if one exists or writing fails."""
+    """Write the job's verdict; return False if the job already has a verdict or writing fails.
+
+    text: why the job ended
+    """
     first = leave_file(VERDICT, redact(text.rstrip()) + "\n")
     return first and leave_file(EXIT_CODE, f"{int(exit_code)}\n")
 
 
 def read_verdict() -> Verdict | None:
-    """Return the verdict in STOKER_NOTES_DIR; None if no process has written it."""
+    """Return the job's verdict from STOKER_NOTES_DIR; None if no process has written a verdict."""
     if (directory := notes_directory()) is None:
         return None
     try:
@@ -150,7 +156,7 @@ def read_verdict() -> Verdict | None:
 def name_of_job(slurm: Mapping[str, Any]) -> str:
     """Return a job's id for Slurm's commands: 123, or 123_4 in an array.
 
-    slurm: the part of a start's record in provenance.json that describes the job
+    slurm: the description of the job in provenance.json
     """
     if slurm.get("array_job_id"):
         return f"{slurm['array_job_id']}_{slurm['array_task_id']}"
@@ -158,10 +164,10 @@ def name_of_job(slurm: Mapping[str, Any]) -> str:
 
 
 def verdict_of(slurm: Mapping[str, Any]) -> str | None:
-    """Return why a job ended, from .stoker/job-ID.RESTARTS/verdict.txt; None if unknown.
+    """Return why one start of a job ended, from .stoker/job-ID.RESTARTS/verdict.txt, or None.
 
     RESTARTS is the number of restarts by Slurm, followed by `.N` after N restarts inside the job.
-    slurm: as in `name_of_job`.
+    slurm: see `name_of_job`; it has both numbers.
     """
     again = int(slurm.get("restart_in_job") or 0)
     start = f"{slurm.get('restart_count') or 0}{f'.{again}' if again else ''}"
@@ -169,9 +175,10 @@ def verdict_of(slurm: Mapping[str, Any]) -> str | None:
 
 
 def causes_in_log(log: str, slurm: Mapping[str, Any]) -> tuple[str, str]:
-    """Return why one start of a job ended: the job script's and Slurm's reason in the log, or "".
+    """Return why one start of a job ended: (job script's reason, Slurm's reason), each may be "".
 
-    The log has all starts of the job. `slurm` (as in `name_of_job`) selects the start.
+    log: the text of the job's log, which has all starts. slurm: see `name_of_job`; it selects the
+    start.
     """
     # The log counts starts from 1. A start's last line names the next start. Restarts count from 0.
     name, number = name_of_job(slurm), int(slurm.get("restart_count") or 0) + 1
@@ -189,13 +196,13 @@ def causes_in_log(log: str, slurm: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def note_submitted(job: str, output_dir: Path, log: str) -> None:
-    """Write a submitted job's run directory and log to .stoker/submitted-JOB. Raises OSError."""
+    """Write run directory and log of a submitted job to .stoker/submitted-JOB. Raises OSError."""
     (_ROOT / ".stoker").mkdir(exist_ok=True)
     (_ROOT / ".stoker" / f"{SUBMITTED}{job}").write_text(f"{output_dir.resolve()}\n{log}\n")
 
 
 def submitted_runs() -> dict[str, tuple[str, str]]:
-    """Return {job id: (run directory, log file or "")} from the files of `note_submitted`."""
+    """Return {job id: (run directory, log file or "")} of the jobs that `note_submitted` wrote."""
     found = {}
     for path in sorted((_ROOT / ".stoker").glob(f"{SUBMITTED}*")):
         run, log, *_ = [*(_note(path.name) or "").splitlines(), "", ""]
@@ -212,7 +219,10 @@ def _note(name: str) -> str | None:
 
 
 def leave_file(name: str, text: str) -> bool:
-    """Create a file in STOKER_NOTES_DIR atomically; return False if it exists or writing fails."""
+    """Create a file in STOKER_NOTES_DIR atomically; return whether it was created.
+
+    If the file exists, it is kept. If writing fails, the text is written to stderr.
+    """
     directory = notes_directory()
     if directory is None:
         return False
@@ -234,11 +244,11 @@ def leave_file(name: str, text: str) -> bool:
 def note_worker_ends(
     exit_codes: Mapping[int, int], asked_to_stop: bool, memory_ran_out: bool
 ) -> None:
-    """Write a note for each rank that failed or stopped without a note; `exit_codes` by rank.
+    """Write a note for each rank that failed or stopped and has no note file.
 
-    A negative exit code is a signal, as in subprocess. asked_to_stop: a process that SIGTERM or
-    SIGUSR1 killed counts as stopped. memory_ran_out: the kernel killed a process of this job for
-    lack of memory.
+    exit_codes: {rank: exit code}; a negative code is a signal, as in subprocess. asked_to_stop:
+    then a process that SIGTERM or SIGUSR1 killed counts as stopped. memory_ran_out: the kernel
+    killed a process of this job for lack of memory.
     """
     names = {-one.value: one.name for one in signal.Signals}
     for rank, code in exit_codes.items():
@@ -256,9 +266,9 @@ def note_worker_ends(
 
 
 def wait_for_verdict(several_nodes: bool, silent: str = SILENT) -> Verdict:
-    """Return the verdict on the job after processes of this node failed.
+    """Return the job's verdict after processes of this node failed.
 
-    With `several_nodes`, wait up to WAIT_FOR_CAUSES_S for a note that names a cause. `silent` is
+    several_nodes: then wait up to WAIT_FOR_CAUSES_S seconds for a note that names a cause. silent:
     the reason if there are no notes.
     """
     deadline = time.monotonic() + (WAIT_FOR_CAUSES_S if several_nodes else 0.0)
@@ -272,9 +282,10 @@ def wait_for_verdict(several_nodes: bool, silent: str = SILENT) -> Verdict:
 
 
 def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
-    """Return the verdict from the likeliest cause among the notes, the earliest if equally likely.
+    """Return the verdict that follows from the ranks' notes: the likeliest cause of the job's end.
 
-    silent: the reason if there are no notes
+    If several causes are equally likely, the earliest counts. silent: the reason if there are no
+    notes.
     """
     ordered = sorted(notes, key=lambda note: (likelihood(note), note.time))
     if not ordered:
@@ -289,12 +300,12 @@ def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
 
 
 def _how(note: Note) -> str:
-    """Return the words between host and text of a note in a message, such as "was killed by"."""
+    """Return the words of a message that stand between a note's host and text: "was killed by"."""
     return {"refused": "ended:", "killed": "was killed by"}.get(note.kind, f"{note.kind}:")
 
 
 def likelihood(note: Note) -> int:
-    """Return a sort key: the note with the lowest key is the likeliest cause of the job's end."""
+    """Return a sort key of a note; the lowest key marks the likeliest cause of the job's end."""
     if note.exit_code == ExitCode.OUT_OF_MEMORY:
         return 0  # whatever its text says
     failed, killed = note.kind == "failed", note.kind == "killed"
@@ -305,13 +316,13 @@ def likelihood(note: Note) -> int:
 
 
 def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
-    """Return a text that names the ranks that a hung run waits for.
+    """Return a text on the ranks that the other ranks of a hung run wait for.
 
-    `notes` are the reports that ranks left about their end or hang. `hosts` has one host per rank.
-    If a rank reported its end, the text names the first such rank. Otherwise the text names the
-    ranks without a report, which are frozen or gone. If every rank reported a hang, the text names
-    the ranks with the fewest Trainer events (`Note.beats`). Among these ranks, those that wait for
-    other ranks are left out, unless all of them wait.
+    notes: reports of the ranks on their end or hang. hosts: the host of each rank. If a rank
+    reported its end, the text names the first such rank. Otherwise the text names the ranks without
+    a report, which are frozen or gone. If every rank reported a hang, the text names the ranks with
+    the fewest Trainer events (`Note.beats`). Those of them that wait for other ranks are left out,
+    unless all wait.
     """
     if ended := [note for note in notes if note.kind != "hung"]:
         first = ended[0]
