@@ -1,10 +1,10 @@
-"""Checkpoints from save to resume.
+"""Checkpoints of a run: saving, verification, choice for a resume, deletion.
 
-store      saves: free space, Trainer's files, each rank's digests, the manifest, deletion of old
-           checkpoints; background saves go through /dev/shm
-files      the files of a checkpoint: the rank that writes each, digests, copies, the manifest
-record     config.yaml and provenance.json of a run, and the copies in each checkpoint
+store      saves a checkpoint: frees space, lets Trainer write the files, writes the manifest;
+           in the background, Trainer writes into /dev/shm and a thread copies the files
+files      the files of a checkpoint: the rank that writes each file, digests, the manifest
+record     config.yaml and provenance.json of a run, and their copies in each checkpoint
 discovery  the checkpoint to resume from; damaged checkpoints; deletion of old ones; free space
 adoption   --resume_from_checkpoint: copies another run's checkpoint into a new run directory
-pickles    safe loading of checkpoints: no code in their pickles is run
+pickles    safe loading: no code in a checkpoint's pickles is run
 """

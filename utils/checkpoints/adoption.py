@@ -1,7 +1,8 @@
-"""`--resume_from_checkpoint DIR`: the copy of a checkpoint from elsewhere in a new run directory.
+"""The flag `--resume_from_checkpoint DIR`: a copy of a checkpoint in a new run directory.
 
-Each checkpoint has copies of config.yaml and provenance.json in its folder `run`. With these files
-the run can resume in any directory, and Stoker can compare the new settings with the old ones.
+Each checkpoint has copies of its run's config.yaml and provenance.json in its folder `run`. With
+these files the run can resume in any directory, and Stoker can compare the settings of the new
+start with the settings of earlier starts.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ FLAG = "--resume_from_checkpoint"
 
 @dataclasses.dataclass(frozen=True)
 class ForeignCheckpoint:
-    """A committed checkpoint outside of output_dir.
+    """A committed checkpoint (it has a manifest.json) outside of output_dir.
 
     record: the folder with config.yaml and provenance.json of the run that saved the checkpoint
     """
@@ -44,7 +45,7 @@ class ForeignCheckpoint:
 
 
 def resumed_record(settings: RunSettings) -> RunRecord:
-    """Return the RunRecord of the run that is to be resumed. The record of a new run is empty."""
+    """Return config.yaml and provenance.json of the run to resume; both are empty for a new run."""
     output_dir = Path(str(settings.training.output_dir))
     # Except in a dry run, the checkpoint is already copied to output_dir.
     named = settings.training.resume_from_checkpoint if settings.run.dry_run else None
@@ -53,7 +54,10 @@ def resumed_record(settings: RunSettings) -> RunRecord:
 
 
 def known_data(settings: RunSettings) -> list[str]:
-    """Return the fingerprints of the resumed run's training data; [] if other data is accepted."""
+    """Return the fingerprints of the resumed run's training data, one text for each dataset.
+
+    Return [] for a new run, or if `--accept_changes train_data` allows any data.
+    """
     accepted = "train_data" in settings.run.accept_changes
     return [] if accepted else resumed_record(settings).training_data
 
@@ -61,9 +65,10 @@ def known_data(settings: RunSettings) -> list[str]:
 def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignCheckpoint | None:
     """Return the checkpoint of --resume_from_checkpoint; None if output_dir has checkpoints.
 
-    `named`, the flag's value, is a checkpoint or a run directory. A run directory means its newest
-    checkpoint. True (this run's own checkpoint) and None also give None. No tensors are read.
-    Raises ConfigurationError if `named` has no committed checkpoint, or output_dir another run.
+    named: the flag's value. For a run directory, return the newest committed checkpoint in the run
+    directory. For None and True (True: resume from output_dir's newest checkpoint), return None. No
+    tensors are read. Raises ConfigurationError if `named` has no committed checkpoint, if the
+    config.yaml of its run is missing, or if output_dir belongs to another run.
     """
     if not named or named is True:  # True: resume from this run's own newest checkpoint
         return None
@@ -107,10 +112,11 @@ def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignChe
 def adopt_checkpoint(named: str | bool | None, output_dir: Path, *, needs_best: bool) -> None:
     """Copy the checkpoint of --resume_from_checkpoint into `output_dir`, and verify the copy.
 
-    Also copy config.yaml, provenance.json, metrics.jsonl and the run's best checkpoint, which must
-    exist if `needs_best`. Do nothing if `output_dir` has checkpoints. A killed process leaves no
-    partial checkpoint. Only rank 0 calls this, and holds the run lock. Raises ConfigurationError
-    if a checkpoint is missing or damaged.
+    Also copy the run's config.yaml, provenance.json, metrics.jsonl and best checkpoint. If
+    `output_dir` has checkpoints, do nothing. If the process is killed, no partial copy has the name
+    of a checkpoint. Only rank 0 calls this, after rank 0 has locked `output_dir`. Raises
+    ConfigurationError if a checkpoint is missing or damaged. A missing best checkpoint is an error
+    only if `needs_best`.
     """
     found = foreign_checkpoint(named, output_dir)
     if found is None:
@@ -135,10 +141,10 @@ def adopt_checkpoint(named: str | bool | None, output_dir: Path, *, needs_best: 
 
 
 def _best_beside(found: ForeignCheckpoint, best: Path | None, *, needs_best: bool) -> Path | None:
-    """Return the committed best checkpoint next to `found`; None if `found` is the best.
+    """Return the best checkpoint of the run in the folder of `found`; None if `found` is the best.
 
-    best: the path in trainer_state.json, or None. Return None if no such checkpoint is there, or
-    raise ConfigurationError if `needs_best`.
+    best: the path of the best checkpoint in trainer_state.json, or None. If the folder of `found`
+    has no such committed checkpoint, return None, or raise ConfigurationError if `needs_best`.
     """
     directory = found.directory
     if best is None or best.name in (directory.name, f"checkpoint-{found.manifest.step}"):
@@ -155,9 +161,10 @@ def _best_beside(found: ForeignCheckpoint, best: Path | None, *, needs_best: boo
 
 
 def _verified_copy(source: Path, expected: Manifest, output_dir: Path) -> Path:
-    """Copy a checkpoint into `output_dir` under a temporary name; verify and return the copy.
+    """Copy a checkpoint into `output_dir` under a temporary name; return the path of the copy.
 
-    Raises ConfigurationError if the copy is damaged, or not of the run and step in `expected`.
+    The files of the copy are compared with the manifest. Raises ConfigurationError if a file
+    differs, or if the run id or the step differs from `expected`.
     """
     partial = output_dir / f".checkpoint-{expected.step}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process

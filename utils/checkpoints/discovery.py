@@ -1,6 +1,7 @@
 """The checkpoints in a run directory: choice for a resume, deletion of old ones, free space.
 
-A committed checkpoint is a directory checkpoint-STEP with a manifest.json, which is written last.
+A committed checkpoint is a directory checkpoint-STEP with a manifest.json. A save writes
+manifest.json last. So a directory without manifest.json is an unfinished save.
 """
 
 import json
@@ -40,7 +41,7 @@ RESERVE_BYTES = 2**20
 
 
 def numbered_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """Return (step, directory) of all directories named like a checkpoint, newest step first."""
+    """Return (step, path) of directories checkpoint-STEP, committed or not; highest step first."""
     found = []
     for directory in output_dir.glob("checkpoint-*"):
         match = CHECKPOINT_NAME.fullmatch(directory.name)
@@ -50,7 +51,10 @@ def numbered_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def how_to_rewrite(final: str | Path) -> str:
-    """Return advice on how to rewrite a damaged final/; "" for other paths or no checkpoint."""
+    """Return advice (text) on rewriting a damaged final/.
+
+    Return "" if the path `final` is no folder final/, or if the run has no checkpoint.
+    """
     directory = Path(final)
     if directory.name != FINAL or not numbered_checkpoints(directory.parent):
         return ""
@@ -59,17 +63,21 @@ def how_to_rewrite(final: str | Path) -> str:
 
 
 def own_checkpoint(output_dir: Path) -> Path | None:
-    """Return a run's newest checkpoint with a manifest, or None. No other file is checked."""
+    """Return the path of the newest committed checkpoint (with a manifest.json), or None.
+
+    Only the existence of manifest.json is checked.
+    """
     found = (directory for _, directory in numbered_checkpoints(output_dir))
     return next((directory for directory in found if (directory / MANIFEST).is_file()), None)
 
 
 def best_checkpoint(directory: Path) -> Path | None:
-    """Return the best checkpoint according to trainer_state.json in the checkpoint `directory`.
+    """Return the path of the run's best checkpoint, as named by the checkpoint `directory`.
 
-    None if the file is missing, damaged or names no checkpoint. The returned path is beside
-    `directory` and may be missing. Only the name in the stored path is used, because the run may
-    have moved or come from a stranger.
+    The name is in the checkpoint's trainer_state.json. Return None if trainer_state.json is missing
+    or damaged or names no best checkpoint. Only the last part of the stored path is used, because
+    the run may have moved or come from a stranger. The returned path is in the same folder as
+    `directory` and may not exist.
     """
     try:
         state = json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))
@@ -82,10 +90,10 @@ def best_checkpoint(directory: Path) -> Path | None:
 def committed_checkpoints(
     output_dir: Path, run_id: str | None = None
 ) -> list[tuple[Path, Manifest]]:
-    """Return (directory, manifest) of committed checkpoints, newest first.
+    """Return (path, manifest) of each committed checkpoint, newest first.
 
-    run_id: only checkpoints of this run (None: of any run). A checkpoint with an unreadable
-    manifest is logged and left out.
+    run_id: return only checkpoints of this run. None: checkpoints of any run. For an unreadable
+    manifest, log a warning and leave the checkpoint out.
     """
     found = []
     for _, directory in numbered_checkpoints(output_dir):
@@ -102,9 +110,9 @@ def committed_checkpoints(
 
 
 def set_aside(directory: Path, prefix: str) -> str:
-    """Rename a checkpoint or file, so that no resume uses it, and return the new name.
+    """Rename a checkpoint or a file, so that no resume uses it. Return the new name without folder.
 
-    The new name begins with `prefix`. If the name exists, a number follows the prefix:
+    prefix: begins the new name. If the new name exists, a number is added after the prefix:
     damaged.2.checkpoint-7.
     """
     number, target = 1, directory.with_name(prefix + directory.name)
@@ -117,7 +125,10 @@ def set_aside(directory: Path, prefix: str) -> str:
 
 
 def delete(directory: Path) -> None:
-    """Rename and delete a directory, so that a kill leaves no partial checkpoint; log errors."""
+    """Rename a checkpoint to deleting.NAME, then delete it. Log a warning if this fails.
+
+    If the process is killed in between, no partial directory has the name of a checkpoint.
+    """
     try:
         doomed = directory
         if not directory.name.startswith(DELETING):
@@ -131,23 +142,25 @@ def delete(directory: Path) -> None:
 
 
 def leftovers(output_dir: Path, *prefixes: str) -> list[Path]:
-    """Return the renamed checkpoints with one of `prefixes`, such as damaged.checkpoint-7."""
+    """Return the paths of renamed checkpoints: damaged.checkpoint-7 for the prefix `damaged.`."""
     return [path for prefix in prefixes for path in output_dir.glob(f"{prefix}*checkpoint-*")]
 
 
 def uncommitted_checkpoints(output_dir: Path) -> list[Path]:
-    """Return the directories that are named like a checkpoint but lack a manifest, newest first."""
+    """Return the paths of directories checkpoint-STEP without manifest.json, highest step first."""
     numbered = [directory for _, directory in numbered_checkpoints(output_dir)]
     return [directory for directory in numbered if not (directory / MANIFEST).exists()]
 
 
 def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Path | None:
-    """Return the newest undamaged checkpoint of the run; None if the run has no checkpoint.
+    """Return the path of the run's newest undamaged checkpoint; None if the run has no checkpoint.
 
-    Compare all files with the manifest, newest checkpoint first. Rename uncommitted and damaged
-    checkpoints; delete leftovers of killed processes. A `dry_run` changes no file and reads no
-    tensors. Only rank 0 calls this. If all committed checkpoints are damaged, raise StorageError
-    and change nothing: a person has to decide whether to train from step 0 again.
+    Compare the files of committed checkpoints with their manifests, newest checkpoint first, until
+    a checkpoint is undamaged. Then rename damaged and uncommitted checkpoints, and delete leftovers
+    of killed processes. A `dry_run` changes no file and reads no tensors. Only rank 0 calls this.
+    Raises ConfigurationError for a checkpoint of another run. If all committed checkpoints are
+    damaged, raises StorageError and changes nothing: a person has to decide whether to train from
+    step 0 again.
     """
     found: Path | None = None
     damaged: dict[Path, str] = {}
@@ -184,9 +197,10 @@ def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Pat
 def checkpoint_problems(
     directory: Path, step: int, run_id: str, *, tensors: bool = True
 ) -> list[str]:
-    """Return texts on the differences between a checkpoint's files and its manifest; [] if intact.
+    """Return one text for each difference between a checkpoint and its manifest; [] if undamaged.
 
-    Without `tensors`, read no weights. Raises ConfigurationError for a checkpoint of another run.
+    step: the step that the manifest must have. Without `tensors`, weights are compared by size and
+    not read. Raises ConfigurationError if the checkpoint is of another run than `run_id`.
     """
     try:
         manifest = read_manifest(directory)
@@ -203,19 +217,20 @@ def checkpoint_problems(
 
 
 def most_at_once(keep: int | None, saves: int) -> int:
-    """Return how many checkpoints, besides the best, must fit on storage at the same time.
+    """Return the largest number of checkpoints, without the best, that exist at the same time.
 
     keep: the number of newest checkpoints that stay (None: all). saves: the number of saves in the
-    run. If space is short, `make_room` deletes the oldest checkpoint before the next save, but
-    leaves LEAST_KEPT (2). So three must fit, even with a smaller `keep`, unless `saves` is smaller.
+    run. The checkpoint that is being saved counts. Before a save `make_room` deletes the oldest
+    checkpoint if space is short, but leaves LEAST_KEPT (2). So the result is at least three for any
+    `keep`, but never more than `saves`.
     """
     return saves if keep is None else min(saves, max(keep, LEAST_KEPT + 1))
 
 
 def rotate(output_dir: Path, run_id: str, keep: int | None) -> None:
-    """Delete old checkpoints of this run: keep the newest `keep` (None: all) and the best one.
+    """Delete old checkpoints of this run. The newest `keep` (None: all) and the best one stay.
 
-    Also delete incomplete.* directories, the uncommitted checkpoints of killed processes.
+    Also delete directories incomplete.*: uncommitted checkpoints that `resume_point` renamed.
     """
     spare = _spare(committed_checkpoints(output_dir, run_id), keep)
     for directory in [*leftovers(output_dir, INCOMPLETE), *spare]:
@@ -223,7 +238,7 @@ def rotate(output_dir: Path, run_id: str, keep: int | None) -> None:
 
 
 def make_room(output_dir: Path, run_id: str, keep: int | None, estimated_bytes: float) -> None:
-    """Delete old checkpoints until the next one fits. Arguments and errors as in `find_room`."""
+    """Delete old checkpoints until one more fits. Arguments and errors are those of `find_room`."""
     for directory in find_room(output_dir, run_id, keep, estimated_bytes):
         logger.warning("%s is deleted before the save: its room is needed", directory)
         delete(directory)  # if the deletion fails, the save will report the full disk
@@ -232,13 +247,14 @@ def make_room(output_dir: Path, run_id: str, keep: int | None, estimated_bytes: 
 def find_room(
     output_dir: Path, run_id: str | None, keep: int | None, estimated_bytes: float, count: int = 1
 ) -> list[Path]:
-    """Return the directories to delete so that `count` more checkpoints fit on the file system.
+    """Return the paths of directories to delete so that `count` more checkpoints fit on storage.
 
-    The list begins with leftovers of killed processes. Checkpoints that `rotate` would delete after
-    the next commit follow, oldest first, but LEAST_KEPT committed checkpoints stay. A checkpoint
-    needs the size of the newest committed checkpoint. `estimated_bytes` replaces this size before
-    the first save. run_id: None for a new run, which can delete nothing. Raises StorageError if
-    deletions free too little.
+    Return [] if the free space is enough. Leftovers of killed processes come first in the list.
+    Then come the checkpoints that `rotate` would delete after the next save, oldest first, but
+    LEAST_KEPT (2) committed checkpoints stay. keep: as in `rotate`. run_id: None for a new run,
+    which can delete nothing. estimated_bytes: the size of a checkpoint before the first save. Later
+    the size of the newest committed checkpoint is used. Raises StorageError if deletions free too
+    little.
     """
     committed: list[tuple[Path, Manifest]] = []
     deletable: list[Path] = []
@@ -268,7 +284,10 @@ def find_room(
 
 
 def whole_checkpoints(output_dir: Path) -> list[tuple[Path, Manifest]]:
-    """Return (directory, manifest) of committed checkpoints without a missing or truncated file."""
+    """Return (path, manifest) of committed checkpoints without a missing or truncated file.
+
+    The newest is first. Weights are not read.
+    """
     return [
         (directory, manifest)
         for directory, manifest in committed_checkpoints(output_dir)
@@ -277,12 +296,12 @@ def whole_checkpoints(output_dir: Path) -> list[tuple[Path, Manifest]]:
 
 
 def deletable_checkpoints(output_dir: Path) -> list[Path]:
-    """Return checkpoints to delete: all but the best and the newest LEAST_KEPT whole checkpoints.
+    """Return the paths of checkpoints that a user may delete.
 
-    A whole checkpoint has no missing or truncated file. The result includes renamed checkpoints
-    such as damaged.checkpoint-7, but no checkpoint after the newest whole one, which may be a save
-    in progress. Without a whole checkpoint the result is [], because a person has to decide which
-    checkpoint to repair.
+    The best checkpoint and the newest LEAST_KEPT (2) whole checkpoints stay. A whole checkpoint has
+    no missing or truncated file. Renamed checkpoints such as damaged.checkpoint-7 are in the list.
+    Checkpoints newer than the newest whole one are not, because a save may be in progress. If no
+    checkpoint is whole, return []: a person has to decide which checkpoint to repair.
     """
     if not (whole := whole_checkpoints(output_dir)):
         return []
@@ -294,17 +313,20 @@ def deletable_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the free bytes of a directory's file system, without regard to quotas."""
+    """Return the free bytes of the file system that has `directory`. Quotas are ignored."""
     return shutil.disk_usage(directory).free
 
 
 def taken_bytes(directory: Path) -> int:
-    """Return the size of all files in a directory: the bytes that its deletion frees."""
+    """Return the total size in bytes of the files in a directory. A deletion frees this size."""
     return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def _spare(committed: Sequence[tuple[Path, Manifest]], keep: int | None) -> list[Path]:
-    """Return all but the newest `keep` checkpoints and the best, oldest first; [] for keep None."""
+    """Return the paths of old checkpoints, oldest first; [] if `keep` is None.
+
+    The newest `keep` checkpoints and the best checkpoint are left out. committed: newest first.
+    """
     if keep is None or not committed:
         return []
     newest_first = [directory for directory, _ in committed]

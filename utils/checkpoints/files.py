@@ -1,7 +1,7 @@
-"""The files of a checkpoint: the rank that writes each, digests, copies, and manifest.json.
+"""The files of a checkpoint: the rank that writes each file, digests, copies, and manifest.json.
 
-manifest.json has the digests of all other files. It is written last and thereby commits the
-checkpoint: a directory without manifest.json is incomplete.
+manifest.json has the size and digest of each other file. A save writes manifest.json last and
+thereby commits the checkpoint. A directory without manifest.json is an unfinished save.
 """
 
 import concurrent.futures
@@ -66,14 +66,14 @@ _OWNED = re.compile(
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and digest of a committed file; `sha256` is computed by `file_digests`."""
+    """The manifest's entry for a file: its size and its digest from `file_digests`."""
 
     size_bytes: int
     sha256: str
 
 
 def readable(size_bytes: float) -> str:
-    """Format a size in KiB, MiB or GiB.
+    """Return a size as text in KiB, MiB or GiB.
 
     >>> readable(1000), readable(5 * 2**20), readable(1.5 * 2**40)
     ('1.0 KiB', '5.0 MiB', '1,536.0 GiB')
@@ -83,15 +83,16 @@ def readable(size_bytes: float) -> str:
 
 
 def owner(name: str) -> int:
-    """Return the rank that writes a file, from the file's path; rank 0 writes unnumbered files."""
+    """Return the rank that writes a checkpoint's file: the number in the file's name, else 0."""
     match = _OWNED.fullmatch(name)
     return int(next(filter(None, match.groups()))) if match else 0
 
 
 def list_files(directory: Path) -> list[str]:
-    """Return the sorted relative paths of all files and links except the manifest.
+    """Return the paths of a checkpoint's files and links, sorted and relative to `directory`.
 
-    Skip files .nfsXXXX, the names that NFS gives to deleted files while they are open.
+    manifest.json is left out. So are files .nfsXXXX: NFS gives these names to deleted files that
+    are still open.
     """
     paths = [path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()]
     names = [path.relative_to(directory).as_posix() for path in paths if path.name[:4] != ".nfs"]
@@ -101,10 +102,11 @@ def list_files(directory: Path) -> list[str]:
 def flush_and_record(
     directory: Path, names: Iterable[str], source: Path | None = None
 ) -> dict[str, FileRecord]:
-    """Flush files and their folders to stable storage; return {name: size and digest}.
+    """Flush files and their folders to stable storage; return {name: FileRecord}.
 
-    With a `source`, copy the files from this folder to `directory` first. The digests are then of
-    the files in `source`. Raises OSError.
+    names: paths of the files, relative to `directory`. If a folder `source` is given, first copy
+    the files from `source` to `directory`. The digests are then computed from the files in
+    `source`. Raises OSError.
     """
     names = list(names)
     threads = THREADS if source is None else COPY_THREADS
@@ -129,10 +131,11 @@ def flush_and_record(
 def file_problems(
     directory: Path, records: Mapping[str, FileRecord], *, tensors: bool = True
 ) -> list[str]:
-    """Return texts on differences between a checkpoint's files and the `records` of its manifest.
+    """Return one text for each difference between a checkpoint's files and its manifest, or [].
 
-    Compare the names and sizes of all files first, and contents only if names and sizes agree.
-    Without `tensors`, read the contents only of files with suffixes in DESCRIPTIONS.
+    records: the files in the manifest, {name: FileRecord}. First compare names and sizes. If all
+    agree, compare contents. Without `tensors`, read only files with a suffix in DESCRIPTIONS:
+    configuration and tokenizer files.
     """
     there = set(list_files(directory))
     problems = [f"{name} is missing" for name in sorted(records.keys() - there)]
@@ -162,10 +165,10 @@ def flush(path: Path) -> None:
 
 
 def file_digests(paths: Iterable[Path], threads: int = THREADS) -> list[str]:
-    """Return the SHA-256 of each file. Raises OSError.
+    """Return the SHA-256 of each file as hexadecimal text, in the order of `paths`. Raises OSError.
 
-    A file larger than PART_BYTES is hashed in parts. Its result is the SHA-256 of all parts'
-    digests.
+    A file larger than PART_BYTES (64 MiB) is hashed in parts. Its result is the SHA-256 of the
+    joined digests of the parts.
     """
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         started = [
@@ -183,10 +186,10 @@ def file_digests(paths: Iterable[Path], threads: int = THREADS) -> list[str]:
 
 
 def cached_digests(files: Sequence[Path]) -> dict[str, str]:
-    """Return the digest of each file by file name.
+    """Return {file name: digest}. The digests are computed by `file_digests`, and cached on disk.
 
-    Digests come from the disk cache if the path, size and modification time of all files are
-    unchanged. Raises OSError.
+    The cache is used if the path, size and modification time of every file are unchanged. Raises
+    OSError.
     """
     states = file_states(files)  # before reading, so that later writes are noticed
     path = cache_path("digests", states)
@@ -200,7 +203,7 @@ def cached_digests(files: Sequence[Path]) -> dict[str, str]:
 
 
 def _part(path: Path, begin: int) -> bytes:
-    """Return the SHA-256 of up to PART_BYTES of a file, from offset `begin`."""
+    """Return the SHA-256 (bytes) of a part of a file: up to PART_BYTES from offset `begin`."""
     digest, left = hashlib.sha256(), PART_BYTES
     with path.open("rb") as file:
         file.seek(begin)
@@ -211,16 +214,17 @@ def _part(path: Path, begin: int) -> bytes:
 
 
 class DamagedCheckpointError(Exception):
-    """A checkpoint differs from its manifest; the message names the difference."""
+    """Error for a checkpoint whose manifest.json was changed or cannot be parsed."""
 
 
 @dataclass(frozen=True)
 class Manifest:
     """The content of manifest.json: the files of a committed checkpoint, and how it was trained.
 
-    samples, tokens   sequences and tokens trained on since step 0, without padding
+    samples, tokens   numbers of sequences and tokens trained on since step 0, without padding
     fingerprints      digests of the datasets and the tokenizer
-    versions          versions of installed packages, by name
+    versions          {package: installed version}
+    files             {path in the checkpoint: size and digest}
     """
 
     run_id: str
@@ -237,12 +241,15 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """The size of all files together."""
+        """The total size of all files in bytes."""
         return sum(record.size_bytes for record in self.files.values())
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write manifest.json, which commits a checkpoint of flushed files. Raises OSError."""
+    """Write manifest.json and so commit a checkpoint. Raises OSError.
+
+    The checkpoint's other files must be flushed to storage before.
+    """
     flush(directory.parent)  # makes the directory's name durable
     replace_text(directory / MANIFEST, _text(dataclasses.asdict(manifest)), exact=True)
     flush(directory)
@@ -251,9 +258,10 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def read_manifest(directory: Path) -> Manifest:
     """Return the content of a checkpoint's manifest.json.
 
-    The checkpoint may come from a stranger, so each listed path must be inside the directory, and
-    be a regular file or missing. Raises DamagedCheckpointError if the manifest was changed, OSError
-    if it cannot be read, and ConfigurationError if a later version of Stoker wrote it.
+    The checkpoint may come from a stranger. So each listed path must be inside the checkpoint, and
+    must be a regular file or missing. Raises DamagedCheckpointError if a path is not or if
+    manifest.json was changed, OSError if manifest.json cannot be read, and ConfigurationError if a
+    later version of Stoker wrote it.
     """
     path = directory / MANIFEST
     try:
@@ -281,7 +289,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _has_its_types(manifest: Manifest) -> bool:
-    """Return whether all fields have safe values; some, such as the run id, are used in paths."""
+    """Return whether all fields have the right types, and the run id is safe in file names."""
     sizes = [record.size_bytes for record in manifest.files.values()]
     counts = [manifest.world_size, manifest.global_batch_size, manifest.step, *sizes]
     counts += [manifest.samples, manifest.tokens]
@@ -298,7 +306,10 @@ def _text(committed: Mapping[str, Any]) -> str:
 
 
 def check_layout(checkpoint: Path, strategy: str) -> None:
-    """Raise ConfigurationError if a parallel strategy cannot load the checkpoint (see ALIKE)."""
+    """Raise ConfigurationError if a parallel strategy cannot load a checkpoint.
+
+    A strategy loads its own checkpoints. ALIKE has the pairs that load each other's checkpoints.
+    """
     written = read_manifest(checkpoint).strategy
     if written == strategy or {written, strategy} in ALIKE:
         return

@@ -1,8 +1,9 @@
-"""Safe loading: pickles may use only known classes, and refer only to files of the checkpoint.
+"""Safe loading of checkpoints, which may come from a stranger.
 
-Trainer calls torch.load with weights_only=True. TORCH_FORCE_WEIGHTS_ONLY_LOAD makes DeepSpeed and
-torch.distributed.checkpoint do the same. torch unpickles `.metadata` of sharded checkpoints
-without any check, so this module checks `.metadata` first.
+Pickles may create only objects of known classes. Files of names may name only files of the
+checkpoint. Trainer calls torch.load with weights_only=True. TORCH_FORCE_WEIGHTS_ONLY_LOAD makes
+DeepSpeed and torch.distributed.checkpoint do the same. torch unpickles the file `.metadata` of
+sharded checkpoints without any check. So this module checks `.metadata` first.
 """
 
 import io
@@ -38,7 +39,7 @@ METADATA_NAMES = re.compile(
 def guard_loading(strategy: str) -> None:
     """Force weights_only=True for torch.load in this process, and allow the strategy's classes.
 
-    Also turn off CRC-32 sums: torch.save takes time to compute them, torch.load ignores them.
+    Also turn off the CRC-32 sums of torch.save, which take time and which torch.load ignores.
     """
     set_crc32_options(False)
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
@@ -47,7 +48,7 @@ def guard_loading(strategy: str) -> None:
 
 
 def allow_known_classes(strategy: str) -> None:
-    """Allow weights_only loading of the classes that a strategy's checkpoints contain."""
+    """Let torch.load with weights_only=True create the classes in checkpoints of a strategy."""
     # Not torch's context manager: on exit it also forbids classes that were allowed before.
     rebuild: Any = np.empty(0).__reduce__()[0]
     add_safe_globals([rebuild, np.ndarray, np.dtype, np.dtypes.UInt32DType])
@@ -60,7 +61,7 @@ def allow_known_classes(strategy: str) -> None:
 
 
 def refuse_code(checkpoint: Path) -> None:
-    """Raise ConfigurationError if loading a checkpoint could run code or read files elsewhere."""
+    """Raise ConfigurationError if loading a checkpoint could run code or read other files."""
     manifest = read_manifest(checkpoint)
     allow_known_classes(manifest.strategy)
     for name in manifest.files:
@@ -72,9 +73,9 @@ def refuse_code(checkpoint: Path) -> None:
 
 
 def forbidden(path: Path) -> str | None:
-    """Return the reason, as text, not to load a file of a checkpoint; None for a safe file.
+    """Return the reason, as text, not to load a checkpoint's file; None if the file is safe.
 
-    Raises OSError, and ConfigurationError if the file refers to a path outside of the checkpoint.
+    Raises OSError, and ConfigurationError if the file names a path outside of the checkpoint.
     """
     try:
         if path.name.endswith(".index.json"):
@@ -109,7 +110,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 def _read_sharded(metadata: Path) -> None:
     """Check the pickles of a sharded checkpoint: `.metadata` and the non-tensor parts of shards.
 
-    torch's FileSystemReader unpickles the same parts. Raises UnpicklingError for a forbidden class.
+    metadata: the path of `.metadata`. torch's FileSystemReader unpickles the same parts later.
+    Raises UnpicklingError if a pickle names a forbidden class.
     """
     with metadata.open("rb") as file:
         content = _MetadataUnpickler(file).load()

@@ -1,10 +1,11 @@
-"""config.yaml and provenance.json of a run (its "record"), and their copies in checkpoints.
+"""The record of a run: config.yaml and provenance.json, and the copies of both in checkpoints.
 
 A start is one execution of the training script, and a resume is another start. config.yaml has the
-settings of the first start and never changes. provenance.json has a list `starts`, to which each
-start appends versions, settings and the Slurm job. Each checkpoint has copies of both files in its
-folder `run`, with digests in the manifest. A file that is missing, unreadable or different from the
-copy is damaged. Then the copy is read, and the next start or save restores the file.
+settings of the first start and never changes. provenance.json has a list `starts`. Each start
+appends an entry with versions, changed settings and the Slurm job. Each checkpoint has copies of
+both files in its folder `run`, and the manifest has digests of the copies. A file is damaged if it
+is missing or unreadable, or contradicts the copy. Stoker then reads the copy, and the next start or
+save of the run replaces the damaged file by the copy.
 """
 
 import contextlib
@@ -47,7 +48,7 @@ WRONG = {
 
 
 def _is_name(value: Any) -> bool:
-    """Return whether the value is a short text of letters, digits and "_", safe in a file name."""
+    """Return whether a value is a text of 1 to 99 letters, digits and "_", safe in a path."""
     return isinstance(value, str) and re.fullmatch(r"\w{1,99}", value) is not None
 
 
@@ -87,11 +88,11 @@ START: dict[str, Any] = {
 
 
 class RunRecord:
-    """config.yaml and provenance.json of a run; each file is read once, at its first use.
+    """A run's config.yaml and provenance.json; each file is read once, when it is first needed.
 
-    A damaged file without an intact copy in a checkpoint is lost: properties that need the file
-    raise ConfigurationError. With `lenient`, for programs that only show a run, a lost file counts
-    as empty.
+    A damaged file is lost if no checkpoint has an intact copy. Properties that need a lost file
+    raise ConfigurationError. With `lenient` they return an empty value: programs that only show a
+    run use this.
     """
 
     def __init__(self, directory: Path, *, lenient: bool = False):
@@ -99,30 +100,30 @@ class RunRecord:
 
     @property
     def exists(self) -> bool:
-        """Whether the directory has a provenance.json, or a checkpoint with an intact copy."""
+        """Whether the directory has a provenance.json, or a checkpoint with intact copies."""
         return (self.directory / PROVENANCE).exists() or self._copies is not None
 
     @property
     def starts(self) -> list[dict[str, Any]]:
-        """The list `starts` of provenance.json, oldest first; empty for a new run."""
+        """The list `starts` of provenance.json, oldest first; [] for a new run."""
         starts: list[dict[str, Any]] = self._provenance[0]["starts"]
         return starts
 
     @property
     def training_data(self) -> list[str]:
-        """The fingerprints of the last start's training data; empty for a new run."""
+        """The fingerprints of the datasets that the last start trained on; [] for a new run."""
         data = self.starts[-1].get("data") if self.starts else None
         return list((data or {}).get("train") or [])
 
     @property
     def run_id(self) -> str | None:
-        """The id of the run; None for a new run."""
+        """The id of the run, a text; None for a new run."""
         run_id: str | None = self._provenance[0].get("run_id")
         return run_id
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the first start; empty if `lenient` and config.yaml is lost."""
+        """The first start's settings, {name: value}; {} if `lenient` and config.yaml is lost."""
         return {name: value for name, (value, _) in load_mapping(self.config or "{}").items()}
 
     @property
@@ -132,7 +133,7 @@ class RunRecord:
 
     @cached_property
     def damage(self) -> dict[str, str]:
-        """The problems of damaged and lost files as {file name: text}. Raises no error."""
+        """The problems of damaged and lost files, {file name: text} or {}. Raises no error."""
         found = {}
         for name, read in ((CONFIG, lambda: self._config), (PROVENANCE, lambda: self._provenance)):
             path = self.directory / name
@@ -147,9 +148,10 @@ class RunRecord:
         return found
 
     def restore(self) -> None:
-        """Replace damaged files by the copies in a checkpoint; rename the damaged files.
+        """Rename damaged files to damaged.NAME; restore them from the copies in a checkpoint.
 
-        Only rank 0 calls this, and holds the run lock. Raises ConfigurationError for a lost file.
+        Only rank 0 calls this, after rank 0 has locked the run directory. Raises ConfigurationError
+        if a damaged file has no intact copy.
         """
         for name, problem in self.damage.items():
             path = self.directory / name
@@ -162,7 +164,7 @@ class RunRecord:
 
     @cached_property
     def _copies(self) -> Path | None:
-        """The folder `run` of the newest checkpoint with intact copies, or None."""
+        """The path of the folder `run` in the newest checkpoint with intact copies, or None."""
         names = [f"{RECORD}/{name}" for name in (CONFIG, PROVENANCE)]
         for _, checkpoint in numbered_checkpoints(self.directory):
             try:
@@ -179,7 +181,7 @@ class RunRecord:
 
     @cached_property
     def _provenance(self) -> tuple[dict[str, Any], str]:
-        """The content of provenance.json (its copy if damaged), and the problem as text, or ""."""
+        """The content of provenance.json (of the copy if damaged), then the problem text or ""."""
         own, problem = self._read(PROVENANCE, _parse_provenance)
         if self._copies is None:
             lost = own is None and (self.directory / PROVENANCE).exists()
@@ -197,7 +199,7 @@ class RunRecord:
 
     @cached_property
     def _config(self) -> tuple[str | None, str]:
-        """The text of config.yaml (its copy if damaged), and the problem as text, or ""."""
+        """The text of config.yaml (of the copy if damaged), then the problem text or ""."""
         own, problem = self._read(CONFIG, _parse_config)
         if self._copies is None:
             return own, self._lose(CONFIG, problem) if own is None else ""
@@ -208,9 +210,11 @@ class RunRecord:
         return copy, f"{problem}: {self._copies / CONFIG} is used instead"
 
     def _read(self, name: str, parse: Callable[[str], Any]) -> tuple[Any, str]:
-        """Return the parsed file (None if it cannot be parsed) and the problem as text.
+        """Return the parsed content of a file, then a problem as text.
 
-        A parsed file also gets a text. The caller logs this text if file and copy differ.
+        The content is None if the file cannot be read or parsed. If the file can be parsed, the
+        problem says that the file was changed, and the caller uses this text only if file and copy
+        differ.
         """
         try:
             return parse((self.directory / name).read_text(encoding="utf-8")), WRONG[name]
@@ -220,7 +224,10 @@ class RunRecord:
             return None, f"{WRONG[name]} ({error})"
 
     def _lose(self, name: str, problem: str) -> str:
-        """Return a lost file's problem with advice; raise ConfigurationError unless `lenient`."""
+        """Raise ConfigurationError for a lost file; if `lenient`, return the error text instead.
+
+        problem: what is wrong with the file. The error text is `problem` and advice for the user.
+        """
         run, weights = self.directory, None
         for _, checkpoint in reversed(numbered_checkpoints(run)):
             with contextlib.suppress(DamagedCheckpointError, ConfigurationError, OSError):
@@ -239,7 +246,7 @@ class RunRecord:
 
 
 def is_run(directory: Path) -> bool:
-    """Return whether a directory is a run's output_dir; False if it cannot be read."""
+    """Return whether a directory is the output_dir of a run; False for an unreadable directory."""
     try:
         files = any((directory / name).exists() for name in (CONFIG, JOURNAL))
         return files or RunRecord(directory).exists
@@ -248,7 +255,10 @@ def is_run(directory: Path) -> bool:
 
 
 def copy_record(output_dir: Path, checkpoint: Path) -> None:
-    """Restore damaged config.yaml and provenance.json, and copy both into a new checkpoint."""
+    """Copy config.yaml and provenance.json from output_dir into a new checkpoint.
+
+    If one is damaged, first restore it from an older checkpoint. If that fails, log a warning.
+    """
     try:
         RunRecord(output_dir).restore()
     except ConfigurationError as error:
@@ -260,7 +270,10 @@ def copy_record(output_dir: Path, checkpoint: Path) -> None:
 
 
 def settings_in_force(run_dir: Path, starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return config.yaml's settings with the changes of `starts` (of provenance.json) in order."""
+    """Return {name: value}: the settings of config.yaml with the changes by `starts`.
+
+    starts: entries of the list in provenance.json, oldest first. Each has its changed settings.
+    """
     settings = RunRecord(run_dir).settings
     for start in starts:
         settings |= start.get("changed") or {}
@@ -273,7 +286,7 @@ def _parse_config(text: str) -> str:
 
 
 def _parse_provenance(text: str) -> dict[str, Any]:
-    """Return the content of a provenance.json; raise an error of FAULTS if it is damaged."""
+    """Parse the text of provenance.json and return its content; raise one of FAULTS if damaged."""
     content: dict[str, Any] = json.loads(text)
     starts, run_id = content["starts"], content.get("run_id")
     if run_id is not None and not RUN_ID.fullmatch(run_id):
@@ -286,7 +299,10 @@ def _parse_provenance(text: str) -> dict[str, Any]:
 
 
 def _fits(value: Any, shape: Any) -> bool:
-    """Return whether `value` fits `shape`: a type, a check, or a dict of shapes. None fits."""
+    """Return whether a value has the form `shape`. None has any form.
+
+    shape: a type, a function that checks the value, or a dict {field: shape}.
+    """
     if value is None:
         return True
     if isinstance(shape, type):

@@ -2,8 +2,9 @@
 
 After Trainer's save, each rank flushes and hashes the files that it wrote, and rank 0 writes
 manifest.json last. Checkpoint directories are not renamed: when transformers renamed them, ranks
-raced (transformers #28364, #36112). In a background save, Trainer writes into /dev/shm. A thread of
-each rank then copies the rank's files to storage, and rank 0 writes manifest.json.
+raced (transformers #28364, #36112). In a background save, Trainer writes into /dev/shm (memory) and
+training continues. A thread of each rank then copies the rank's files to storage, and rank 0 writes
+manifest.json.
 """
 
 import atexit
@@ -53,7 +54,7 @@ GROUP_TIMEOUT_S = 24 * 3600
 
 @dataclass(frozen=True)
 class Save:
-    """The size of a checkpoint that this process saved, and the duration of the save."""
+    """The step, the size and the duration of a checkpoint save by this process."""
 
     step: int
     size_bytes: int
@@ -62,11 +63,11 @@ class Save:
 
 
 class BackgroundWriter:
-    """A thread of this rank that copies a checkpoint's files from /dev/shm to storage.
+    """A thread of this rank that copies a checkpoint's files from /dev/shm (memory) to storage.
 
-    The threads of all ranks commit a checkpoint together, in a process group that training does not
-    use. Each rank locks its directory in /dev/shm until its process ends. `remove_leftovers`
-    deletes unlocked directories.
+    The threads of all ranks commit a checkpoint together. They use a process group that training
+    does not use. Each rank locks its directory in /dev/shm until its process ends. So an unlocked
+    directory is left by a killed process, and `remove_leftovers` deletes it.
     """
 
     def __init__(self, run_id: str, rank: int):
@@ -78,10 +79,12 @@ class BackgroundWriter:
         atexit.register(self.remove_directory)
 
     def open(self, step: int, own_bytes: int | None, all_bytes: int) -> Path | None:
-        """Return this rank's directory in /dev/shm; None if the files of any node do not fit there.
+        """Return the path of this rank's empty directory in /dev/shm.
 
-        own_bytes: the size of this rank's files in the previous save; None for the first save, when
-        each node needs room for the whole checkpoint, `all_bytes`. Collective over ranks.
+        Return None on all ranks if a node's memory has no room for the files of its ranks.
+        own_bytes: the size of this rank's files in the previous save. For the first save own_bytes
+        is None, and each node needs room for `all_bytes`, the size of a whole checkpoint.
+        Collective over ranks.
         """
         own = all_bytes if own_bytes is None else own_bytes
         rooms = on_every_rank(lambda: (host_name(), own, free_bytes()))
@@ -98,7 +101,7 @@ class BackgroundWriter:
         return on_every_rank(self.make_directory)[self.rank]
 
     def make_directory(self) -> Path:
-        """Return this rank's directory in /dev/shm: emptied, mode 0700. Raises OSError."""
+        """Make or empty this rank's directory in /dev/shm, and return its path. Raises OSError."""
         if self.directory is None or not self.directory.exists():
             self.remove_directory()
             self.directory, self.lock = locked_directory(MEMORY, self.prefix)
@@ -112,24 +115,25 @@ class BackgroundWriter:
                 shutil.rmtree(path)
 
     def remove_directory(self) -> None:
-        """Remove this rank's directory in /dev/shm."""
+        """Remove this rank's directory in /dev/shm, and release the lock on the directory."""
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
             os.close(self.lock)
             self.directory = None
 
     def close(self) -> None:
-        """Free the memory and the process group. Each rank's thread must be idle."""
+        """Remove the directory in /dev/shm and the process group. No rank may still write."""
         self.remove_directory()
         if self.group is not None:
             torch.distributed.destroy_process_group(self.group)
             self.group = None
 
     def own_files(self, staged: Path) -> list[str]:
-        """Return the names of files in `staged` (in /dev/shm) that this rank copies to storage.
+        """Return the names of the files in `staged` that this rank copies to storage.
 
-        If several ranks have a file of the same name, only one of them copies the file: the rank
-        that `owner` returns, or else the lowest rank with the file. Collective over ranks.
+        staged: a checkpoint in /dev/shm. If several ranks have a file of the same name, one of them
+        copies the file: the rank that `owner` returns, or the lowest rank if `owner`'s rank does
+        not have the file. Collective over ranks.
         """
         writers: dict[str, int] = {}
         for writer, names in enumerate(on_every_rank(lambda: list_files(staged), self.group)):
@@ -140,7 +144,7 @@ class BackgroundWriter:
 
 
 def free_bytes() -> int:
-    """Return the bytes that still fit into /dev/shm and the job's memory limit."""
+    """Return the bytes that still fit into /dev/shm within the job's memory limit."""
     if not MEMORY.is_dir():
         return 0
     status = os.statvfs(MEMORY)
@@ -148,7 +152,7 @@ def free_bytes() -> int:
 
 
 def remove_leftovers() -> None:
-    """Remove the directories that this user's killed processes left in /dev/shm."""
+    """Remove the directories in /dev/shm that killed processes of this user left."""
     for directory in remove_abandoned(MEMORY, PREFIX):
         logger.warning("%s was left in memory by a run that was killed: removed", directory)
 
@@ -159,10 +163,11 @@ def _refuse_lost(output_dir: Path) -> None:
 
 
 class Checkpoints:
-    """The store that saves a run's checkpoints and deletes old ones; all ranks use it together.
+    """The store that saves a run's checkpoints and deletes old ones; all ranks call its methods.
 
-    A save has three steps: `begin`, Trainer's own save into `run_dir`, `commit`. With `background`,
-    `commit` returns before the manifest is written, and `finish` waits for the manifest.
+    A save has three steps. First `begin` makes room, then Trainer writes into `run_dir`, then
+    `commit` writes the manifest. With `background`, a thread does the third step. `commit` then
+    returns at once, and `finish` waits for the thread.
 
     facts            manifest fields that are the same for all checkpoints of this process
     keep             number of newest checkpoints to keep besides the best one; None: all
@@ -194,7 +199,7 @@ class Checkpoints:
 
     @property
     def staged(self) -> bool:
-        """Whether Trainer now saves into /dev/shm instead of output_dir."""
+        """Whether Trainer writes the current save into /dev/shm instead of output_dir."""
         return self.run_dir != self.output_dir
 
     @property
@@ -208,11 +213,11 @@ class Checkpoints:
         return self.work is not None and self.work.done() and self.work.exception() is not None
 
     def begin(self, step: int) -> bool:
-        """Wait for the previous save; delete old checkpoints if the next one needs the space.
+        """Wait for the previous save, make room for the next checkpoint; return whether to save.
 
-        Return whether to save: False if this step is already committed. All ranks raise
-        StorageError for too little space or a failed previous save, and ConfigurationError if
-        another job holds the run lock.
+        Return False if the checkpoint of this step is already committed. To make room, old
+        checkpoints are deleted. All ranks raise StorageError if the space is too small or the
+        previous save failed, and ConfigurationError if another job holds the run lock.
         """
         self.begun = time.monotonic()
         self.finish()
@@ -232,10 +237,10 @@ class Checkpoints:
         return True
 
     def commit(self, step: int, *, tokens: int) -> None:
-        """Commit the files that Trainer saved; delete old checkpoints.
+        """Commit the checkpoint that Trainer wrote, then delete old checkpoints.
 
-        If Trainer saved into /dev/shm, a thread does this in the background. tokens: the number of
-        tokens trained on since step 0. Raises StorageError.
+        If Trainer wrote into /dev/shm, a background thread does both after this function returns.
+        tokens: the number of tokens trained on since step 0. Raises StorageError.
         """
         target, background = self.directory(step), self.background
         if background is None or not self.staged:
@@ -267,7 +272,7 @@ class Checkpoints:
             work.result()
 
     def close(self) -> None:
-        """Close the background writer."""
+        """Close the background writer, if there is one."""
         if self.background is not None:
             self.background.close()
 
@@ -276,7 +281,7 @@ class Checkpoints:
         on_rank_0(lambda: _refuse_lost(self.output_dir))
 
     def check(self, directory: Path) -> None:
-        """Raise StorageError if a checkpoint is damaged, ConfigurationError if it may run code."""
+        """Raise StorageError for a damaged checkpoint, ConfigurationError if it could run code."""
 
         def check() -> None:
             step = int(directory.name.rpartition("-")[2])
@@ -293,8 +298,9 @@ class Checkpoints:
     ) -> int:
         """Write the manifest and delete old checkpoints; return the checkpoint's size in bytes.
 
-        record: a function that flushes a rank's files and returns {name: size and digest}. Each
-        rank calls the function, perhaps in the background over `group`. Collective.
+        record: a function that flushes a rank's files and returns {name: FileRecord}. Every rank
+        calls its `record`. group: the process group of the background threads; None in the
+        foreground. Collective.
         """
         by_rank = on_every_rank(record, group)
         self.own_bytes = sum(file.size_bytes for file in by_rank[self.rank].values())
