@@ -323,7 +323,7 @@ def taken_bytes(directory: Path) -> int:
 
 
 def _spare(committed: Sequence[tuple[Path, Manifest]], keep: int | None) -> list[Path]:
-    """Return the paths of old checkpoints, oldest first; [] if `keep` is None.
+    """Return the paths of old checkpoints, oldest first; [] for `keep` None.
 
     The newest `keep` checkpoints and the best checkpoint are left out. committed: newest first.
     """

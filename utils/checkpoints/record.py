@@ -212,8 +212,8 @@ class RunRecord:
     def _read(self, name: str, parse: Callable[[str], Any]) -> tuple[Any, str]:
         """Return the parsed content of a file, then a problem as text.
 
-        The content is None if the file cannot be read or parsed. If the file can be parsed, the
-        problem says that the file was changed, and the caller uses this text only if file and copy
+        For a file that cannot be read or parsed, the content is `None`. For a parsed file, the
+        problem says that the file was changed. The caller uses this text only if file and copy
         differ.
         """
         try:

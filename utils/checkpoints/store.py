@@ -82,9 +82,9 @@ class BackgroundWriter:
         """Return the path of this rank's empty directory in /dev/shm.
 
         Return None on all ranks if a node's memory has no room for the files of its ranks.
-        own_bytes: the size of this rank's files in the previous save. For the first save own_bytes
-        is None, and each node needs room for `all_bytes`, the size of a whole checkpoint.
-        Collective over ranks.
+        own_bytes: the size of this rank's files in the previous save; None for the first save.
+        Before the first save, each node needs room for a whole checkpoint (`all_bytes`). Collective
+        over ranks.
         """
         own = all_bytes if own_bytes is None else own_bytes
         rooms = on_every_rank(lambda: (host_name(), own, free_bytes()))

@@ -1,9 +1,9 @@
-"""A run from its start to its finished model.
+"""A run, from the first start of the training script to the finished model in final/.
 
 start       sets up the process, locks output_dir, finds the checkpoint to resume from; dry runs
-raw_data    prepares raw files of train_data before the run, in worker processes
+raw_data    tokenizes raw files of train_data before the training, in worker processes
 staging     copies the datasets to each node's own disk
-preflight   checks of output_dir on all hosts: writable, with enough space, no foreign files
+preflight   checks before training: equal settings on all ranks, space and rights in output_dir
 provenance  provenance.json; a resume with settings that change results is refused
 trackers    Weights & Biases, MLflow, TensorBoard, Trackio
 finish      creates the callbacks; evaluates and exports at the end of training

@@ -45,9 +45,11 @@ Messages = list[dict[str, str]]
 
 
 def find_model(name: str) -> str:
-    """Return the folder with the weights of a run, model or adapter; return a Hub name unchanged.
+    """Return the folder with the weights of the model `name`; return a Hub name unchanged.
 
-    Raises ConfigurationError if there are no weights, StorageError if all checkpoints are damaged.
+    name: a model, an adapter, a name on the Hub or a run's output_dir. For a run, return final/ or,
+    before final/ exists, the newest checkpoint. Raises ConfigurationError if there are no weights,
+    StorageError if all checkpoints are damaged.
     """
     directory = Path(name)
     if not directory.is_dir():
@@ -76,10 +78,10 @@ def find_model(name: str) -> str:
 
 
 def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
-    """Return (model, tokenizer) from a folder or a Hub name, with the model in evaluation mode.
+    """Load a model or adapter from a folder or a Hub name; return (model, tokenizer).
 
-    device None: a GPU if there is one. Raises ConfigurationError if a part is missing or
-    unreadable.
+    The model is in evaluation mode. device: None means a GPU if there is one, else the CPU. dtype:
+    as for from_pretrained. Raises ConfigurationError if a file is missing or unreadable.
     """
     base, config = path, {}
     settle_connection(path)
@@ -119,18 +121,20 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
 
 
 class Printer(TextStreamer):
-    """A streamer that prints an answer while it is generated and collects it in `text`."""
+    """A streamer for `generate`: it prints an answer piece by piece and collects it in `text`."""
 
     text = ""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print and collect the next part of the answer."""
+        """Print the next piece of the answer, and add the piece to the collected text."""
         self.text += text
         super().on_finalized_text(text, stream_end)
 
 
 class ChatModel:
-    """A model with its tokenizer and chat template. Without a template, texts are only continued.
+    """A model that answers chats, with its tokenizer and chat template.
+
+    A model without a chat template continues a single text.
 
     interrupted  whether Ctrl-C ended the last answer early
     """
@@ -138,7 +142,10 @@ class ChatModel:
     interrupted = False
 
     def __init__(self, given: argparse.Namespace):
-        """Load the model and set generation options by the flags. Raises ConfigurationError."""
+        """Load the model and set its generation options. Raises ConfigurationError.
+
+        given: the flags of chat.py.
+        """
         # PEFT causes this warning.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         if not sys.stderr.isatty():
@@ -178,10 +185,10 @@ class ChatModel:
         )
 
     def rendered(self, messages: Messages) -> str:
-        """Return the text that the model continues.
+        """Return the prompt, as text, that the chat template makes of `messages`.
 
-        Raises ConfigurationError if the chat template refuses the messages. Without a template,
-        only a single message is accepted.
+        Without a template, return the text of the only message. Raises ConfigurationError if the
+        template refuses the messages, or if a model without a template gets several messages.
         """
         asked = f"{messages[-1]['content']!r:.40} cannot be asked"
         if self.template is not None:
@@ -197,9 +204,10 @@ class ChatModel:
         return messages[0]["content"]
 
     def answer(self, messages: Messages) -> str:
-        """Generate, print and return the answer to `messages`. Ctrl-C ends the answer early.
+        """Generate an answer to `messages` and print it meanwhile; return the answer's text.
 
-        Raises ConfigurationError if the prompt exceeds the model's positions or memory runs out.
+        Ctrl-C ends the answer early. Raises ConfigurationError if the prompt is longer than the
+        model allows, or if memory runs out.
         """
         text = self.rendered(messages)
         if self.template is None:
@@ -240,12 +248,15 @@ class ChatModel:
 
 
 def opening(system: str | None) -> Messages:
-    """Return the first messages of a conversation: the system message, if there is one."""
+    """Return the first messages of a conversation: the system message, or [] without one."""
     return [{"role": "system", "content": system}] if system else []
 
 
 def talk(model: ChatModel, system: str | None) -> None:
-    """Read lines from stdin and answer each, until /quit, Ctrl-D or the end of stdin."""
+    """Answer each line of stdin, until /quit, Ctrl-D or the end of stdin.
+
+    system: the system text of the conversation, or None.
+    """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - lines can be edited and recalled
 
@@ -275,6 +286,6 @@ def talk(model: ChatModel, system: str | None) -> None:
 
 
 def say(text: str) -> None:
-    """Write a line to stderr; stdout has only answers."""
+    """Write a line to stderr. Only answers go to stdout."""
     sys.stderr.write(f"{redact(text)}\n")
     sys.stderr.flush()

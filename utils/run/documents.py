@@ -1,8 +1,8 @@
-"""`status.py RUN --step N`: the documents that a step trained on, their texts and losses.
+"""The documents that a step trained on, with texts and losses, for `status.py RUN --step N`.
 
-A run does not record these documents. They are computed again, because settings, data and step
-decide the order of training. Each loss is computed with the newest checkpoint before the step, and
-for one document alone, because packed documents do not attend to each other.
+A run does not record the documents of its steps. They are computed again from the settings, the
+data and the step's number. A document's loss is computed with the newest checkpoint before the
+step. The model reads each document alone, because packed documents do not attend to each other.
 """
 
 import dataclasses
@@ -38,10 +38,11 @@ Part = tuple[dict[str, Any], np.ndarray, np.ndarray]
 
 
 def show_step(run: Path, steps: str, as_json: bool, with_loss: bool) -> str:
-    """Return a text that lists the documents of `steps` ("N" or "A-B"), the highest loss first.
+    """Return a text with a list of the documents of `steps` ("N" or "A-B"), highest loss first.
 
-    as_json: one JSON object per line. with_loss: compute the losses, which needs a checkpoint.
-    Raises ConfigurationError if `steps` is not in the run or the data of a step cannot be read.
+    as_json: write each document as one line of JSON. with_loss: compute the losses, which needs a
+    checkpoint before the first step. Raises ConfigurationError if `steps` is not in the run or if
+    the data of a step cannot be read.
     """
     history, (begin, _, end) = read_run(run), steps.partition("-")
     first, last = (int(step) if step.isdecimal() else 0 for step in (begin, end or begin))
@@ -76,10 +77,11 @@ def _shown(row: dict[str, Any]) -> str:
 
 
 def documents_of_steps(history: History, steps: Iterable[int]) -> Iterator[Part]:
-    """Yield the documents of `steps`: each part's JSON line, token ids and mask of trained tokens.
+    """Yield (JSON line as a dict, token ids, mask of trained tokens) for each document of `steps`.
 
-    Data and settings come from the start (execution of the script) that trained the step. Raises
-    ConfigurationError if the data is gone or has changed.
+    A long document may be split over steps; then only the step's part of the document is yielded.
+    The first step is 1. Data and settings are those of the start (execution of the script) that
+    trained the step. Raises ConfigurationError if the data is gone or has changed.
     """
     opened: dict[int, tuple[PackedDataset, GlobalBatchSampler, Any]] = {}
     for step in steps:
@@ -104,9 +106,10 @@ def documents_of_steps(history: History, steps: Iterable[int]) -> Iterator[Part]
 
 
 def _opened(history: History, start: int) -> tuple[PackedDataset, GlobalBatchSampler, Any]:
-    """Return dataset, batch sampler and tokenizer of the start with this index.
+    """Open the data of a start again; return (dataset, batch sampler, tokenizer).
 
-    Raises ConfigurationError if the data has changed.
+    start: index of the start in `history.starts`. Raises ConfigurationError if the data has
+    changed.
     """
     entries = [one.entry for one in history.starts[: start + 1]]
     settings, entry = settings_in_force(history.path, entries), entries[-1] if entries else {}
@@ -131,7 +134,10 @@ def _opened(history: History, start: int) -> tuple[PackedDataset, GlobalBatchSam
 
 
 def sources_of(dataset: Path, documents: Iterable[int]) -> dict[int, str]:
-    """Return {document: its source file and line or row}, without documents that record none."""
+    """Return {document: its source file and line or row, as text}.
+
+    documents: indices into `dataset`. Documents whose source was not recorded are left out.
+    """
     wanted = sorted(set(documents))
     sources: dict[int, str] = {}
     first = 0
@@ -156,7 +162,11 @@ def _printed(location: Location) -> str:
 
 
 def _add_losses(history: History, step: int, parts: Sequence[Part]) -> str:
-    """Set the loss in each JSON line; return a text: the checkpoint used, or why no loss is set."""
+    """Compute the losses and store each in its part's JSON dict; return a text for the user.
+
+    The text names the checkpoint, which is the newest before `step`, or says why there are no
+    losses.
+    """
     steps = [manifest.step for manifest in history.checkpoints if manifest.step < step]
     if not steps:
         return f"no losses: there is no checkpoint before step {step}"
@@ -175,7 +185,7 @@ def _add_losses(history: History, step: int, parts: Sequence[Part]) -> str:
 
 @torch.inference_mode()
 def _loss(model: Any, ids: np.ndarray, targets: np.ndarray) -> float | None:
-    """Return a document's mean loss over the tokens in the mask `targets`; None without any."""
+    """Return a document's mean loss over the tokens in the mask `targets`, or None without any."""
     if not targets.any():
         return None
     tokens = torch.from_numpy(ids.astype(np.int64)).to(model.device)

@@ -1,7 +1,7 @@
 """Export of the finished model for from_pretrained, with LoRA adapters merged into the weights.
 
-PEFT's layers merge the adapters. To save memory, only one layer at a time holds tensors. The other
-layers are on the meta device.
+PEFT's layers merge the adapters. To save memory, one layer after another gets its tensors. All
+other layers are on the meta device.
 """
 
 import copy
@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 
 def export_final(trainer: Any, dtype: torch.dtype) -> None:
-    """Write ``final/`` (and ``adapter/`` after LoRA) into the run directory of `trainer`.
+    """Write the finished model to final/, and a LoRA adapter to adapter/, in the run directory.
 
     All ranks call this, because gathering sharded weights is collective. Rank 0 writes to a
-    temporary directory and renames it, so ``final/`` is never partial. The tensors have type
-    `dtype`, except those that the architecture keeps in float32.
+    temporary directory and renames it, so final/ is never partial. The tensors get the type
+    `dtype`, except tensors that the architecture keeps in float32.
     """
     output_dir = Path(str(trainer.args.output_dir))
     model = live = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
@@ -63,12 +63,12 @@ def export_final(trainer: Any, dtype: torch.dtype) -> None:
 def merged_model(
     model: PeftModel, state: Mapping[str, Tensor], dtype: torch.dtype
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """Return the model without adapters, on the meta device, and its tensors with adapters merged.
+    """Return the model without adapters (on the meta device) and {name: tensor} after merging.
 
-    `state` has all tensors by PEFT's names. Adapters are merged in float32 on the CPU, one module
-    after another, and the merged tensors get the type `dtype`. Tied tensors that differ after
-    training are no longer tied. Weights in 4 bits are dequantized before merging, because the
-    adapters were trained with the dequantized values.
+    state: all tensors by PEFT's names. Adapters are merged in float32 on the CPU, one module after
+    another. The merged tensors then get the type `dtype`. Tied tensors that differ after training
+    are no longer tied. Weights in 4 bits are dequantized before merging, because the adapters were
+    trained with the dequantized values.
     """
     live: Any = model.get_base_model()
     config = copy.deepcopy(live.config)
@@ -111,7 +111,10 @@ def _outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _merged(module: Any, state: Mapping[str, Tensor]) -> nn.Module:
-    """Return the layer of a PEFT module, with adapters merged. state: all tensors of the module."""
+    """Return the base layer of a PEFT module, after merging the adapters into its weights.
+
+    state: all tensors of the module by name.
+    """
     module = copy.deepcopy(module)  # else the meta module would keep the tensors
     floats = {
         # Copy the tensors, because PEFT merges in place.
@@ -128,7 +131,7 @@ def _merged(module: Any, state: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _untie(model: Any, state: dict[str, Tensor]) -> None:
-    """Remove copies of tied weights from `state`. Untie weights that differ after training."""
+    """Remove copies of tied weights from `state`. If copies differ after training, untie them."""
     tied = model.all_tied_weights_keys
     unlike = set()
     for name in [name for name, source in tied.items() if {name, source} <= state.keys()]:
@@ -146,7 +149,10 @@ def _untie(model: Any, state: dict[str, Tensor]) -> None:
 def _save(
     model: PreTrainedModel, state: dict[str, Tensor], directory: Path, dtype: torch.dtype
 ) -> None:
-    """Write configuration and weights as `dtype`. Written tensors are removed from `state`."""
+    """Write the configuration and the weights to `directory`, with tensors of the type `dtype`.
+
+    Written tensors are removed from `state`.
+    """
     cast = _caster(model, dtype)
     for name in state:
         state[name] = cast(name, state[name])
@@ -172,11 +178,11 @@ def _caster(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor
 
 @contextmanager
 def _directory(directory: Path, trainer: Any) -> Iterator[Path]:
-    """Yield a temporary directory to write into; then complete it and rename it to `directory`.
+    """Yield a temporary directory to write a model into; afterwards rename it to `directory`.
 
-    At the end, add the tokenizer and the model card, and set the permissions of files. The
-    tokenizer has the chat template of training, without {% generation %}, which only training
-    needs.
+    Before the renaming, add the tokenizer and the model card, and set the permissions of files. The
+    tokenizer gets the chat template of training without {% generation %}, which only training
+    needs. An older `directory` is deleted.
     """
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a run that ended during its export

@@ -52,7 +52,7 @@ SPENT = -1  # finish_run's result if max_gpu_hours ended the run; the process ex
 def run_callbacks(
     plan: RunPlan, data: RunData, launch: LaunchFacts, run: Run, checkpoints: Checkpoints
 ) -> Callbacks:
-    """Return the callbacks of a run, for pretrain.py and sft_train.py."""
+    """Return the Trainer callbacks for a run's settings; pretrain.py and sft_train.py use them."""
     settings, output_dir = plan.settings, checkpoints.output_dir
     options = settings.run
     inherited = early_stopping = average = profiler = None
@@ -106,11 +106,11 @@ def run_callbacks(
 
 
 def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
-    """Evaluate at the last step, write ``final/`` in `save_dtype`; return the exit code.
+    """Evaluate at the last step, write final/ in the type `save_dtype`; return the exit code.
 
-    A stopped run writes no ``final/``, because the next start resumes the run. If max_gpu_hours
-    stopped the run, the result is SPENT. Raises ConfigurationError, before ``final/`` is written,
-    if another job has locked the run directory.
+    A run that was stopped early does neither, because the next start resumes the run. Its exit code
+    is STOPPED, or SPENT if max_gpu_hours stopped the run. Raises ConfigurationError, before final/
+    is written, if another job has locked the run directory.
     """
     state, output_dir = trainer.state, Path(str(trainer.args.output_dir))
     average = trainer.callbacks.average
@@ -159,11 +159,11 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
 
 
 def leave_run(settings: RunSettings, launch: LaunchFacts, code: int) -> int:
-    """Upload and benchmark ``final/`` if requested; release the run lock; return the exit code.
+    """Upload and benchmark final/, release the run lock, and return the process's exit code.
 
-    code: the result of `finish_run`. Only rank 0 uploads and benchmarks, and a failure of either
-    does not change the exit code. The caller must delete the trainer before, because benchmarks
-    need the memory.
+    The settings push_to_hub and lm_eval_tasks ask for upload and benchmark. Only rank 0 does both,
+    and a failure of either does not change the exit code. code: the result of `finish_run`. The
+    caller must delete the trainer before, because benchmarks need the memory.
     """
     args, tasks = settings.training, settings.run.lm_eval_tasks
     output_dir, push = settings.output_dir, settings.values["push_to_hub"]
@@ -187,7 +187,10 @@ def leave_run(settings: RunSettings, launch: LaunchFacts, code: int) -> int:
 
 
 def run_or_warn(setting: str, module: ModuleType, argv: list[str]) -> None:
-    """Run a module of utils.publish for a setting; if it fails, log the command to type."""
+    """Call `main(argv)` of a module in utils.publish. If it fails, log the command to type.
+
+    setting: the name of the setting that asks for the call; the log names it.
+    """
     try:
         module.main(argv)
     except ConfigurationError as error:

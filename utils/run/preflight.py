@@ -45,9 +45,9 @@ STARTS_WITHOUT_PROGRESS = 3
 
 
 def check_same_start(settings: RunSettings, launch: LaunchFacts) -> None:
-    """Raise UnfitClusterError if ranks have different values of a setting in CHOSEN.
+    """Raise UnfitClusterError if a setting in CHOSEN, chosen by the machine, differs between ranks.
 
-    Raise ConfigurationError if ranks have different files of --callbacks or --loss. Collective.
+    Raise ConfigurationError if the ranks' files of --callbacks or --loss differ. Collective.
     """
     chosen = {name: (settings.values[name], settings.values.shown(name)) for name in CHOSEN}
     first, *others = gathered((chosen, settings.own_code.digests()))
@@ -66,10 +66,11 @@ def check_same_start(settings: RunSettings, launch: LaunchFacts) -> None:
 
 
 def check_storage(plan: RunPlan, launch: LaunchFacts) -> None:
-    """Make ``output_dir``; check that all hosts can write to it and that checkpoints fit.
+    """Make output_dir; check that every host can write there and that checkpoints fit.
 
-    Collective: every rank raises the same StorageError, or ConfigurationError if ``output_dir`` is
-    a file. Each host writes some bytes to a temporary file, because free space ignores quotas.
+    Each host appends some bytes to a temporary file, because the free space does not show quotas.
+    Collective: all ranks raise the same StorageError, or a ConfigurationError if output_dir is a
+    file or has other files than a run's.
     """
     output_dir = plan.settings.output_dir
     first_ranks = {launch.hosts.index(host) for host in launch.hosts}  # the first of each host
@@ -93,10 +94,10 @@ def check_storage(plan: RunPlan, launch: LaunchFacts) -> None:
 
 
 def check_directory(output_dir: Path, *, writable: bool = True) -> Path:
-    """Return ``output_dir``, or the existing folder in which it will be made.
+    """Return output_dir or, if it does not exist yet, the nearest existing folder above it.
 
-    Raises ConfigurationError if ``output_dir`` is a file or holds other files than a run's.
-    writable: raise StorageError if this user cannot write to the returned folder.
+    Raises ConfigurationError if output_dir is a file or has other files than a run's. With
+    `writable`, raises StorageError if this user cannot write to the returned folder.
     """
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")
@@ -108,12 +109,12 @@ def check_directory(output_dir: Path, *, writable: bool = True) -> Path:
 
 
 def check_place(plan: RunPlan) -> str:
-    """Check that checkpoints fit, and GPU-hours are left; return a text with the free space.
+    """Check that checkpoints fit and that GPU-hours are left; return a text with the free space.
 
-    A new run needs room for all checkpoints that exist at the same time, a resumed run for the next
-    checkpoint. Space that `make_room` may free counts as free. Raises StorageError for too little
-    space or a directory that is not writable, ConfigurationError if ``output_dir`` is a file or
-    max_gpu_hours are used.
+    A new run needs room for all checkpoints that exist at the same time. A resumed run needs room
+    for its next checkpoint. Checkpoints that `make_room` may delete count as free space. Raises
+    StorageError for too little space or a directory that is not writable, ConfigurationError if
+    output_dir is a file or max_gpu_hours are used.
     """
     output_dir, keep = plan.settings.output_dir, plan.settings.training.save_total_limit
     there = check_directory(output_dir)
@@ -138,7 +139,10 @@ def check_place(plan: RunPlan) -> str:
 
 
 def _probe(mark: Path) -> None:
-    """Raise StorageError unless this host sees rank 0's temporary file `mark` and can write it."""
+    """Append to rank 0's temporary file `mark`, from another host.
+
+    Raises StorageError if this host does not see the file or cannot write to it.
+    """
     output_dir, end = mark.parent, time.monotonic() + SIGHT_LIMIT_S
     # List the directory, because NFS caches for a while that a single name was missing.
     while not (output_dir.is_dir() and mark.name in os.listdir(output_dir)):  # noqa: PTH208
@@ -170,7 +174,11 @@ def _not_writable(output_dir: Path, reason: str) -> StorageError:
 
 
 def known_files(output_dir: Path) -> bool:
-    """Return whether output_dir has a run; raise ConfigurationError if it has only other files."""
+    """Return True if output_dir has a run, False if it has no run.
+
+    Raises ConfigurationError for files that no start of a run wrote, and for a link in place of a
+    run's file.
+    """
     # Do not follow links, because another user may have made this directory. Do not raise for a
     # damaged file of a run, because the start restores it.
     for path in (output_dir / name for name in (CONFIG, PROVENANCE, FILE_NAME, FOLDER)):
@@ -199,11 +207,12 @@ def known_files(output_dir: Path) -> bool:
 def check_progress(
     starts: Sequence[Mapping[str, Any]], resume_from: str | None, job: Mapping[str, Any] | None
 ) -> None:
-    """Raise NoProgressError if three earlier starts of a requeued job resumed at the same step.
+    """Raise NoProgressError if three earlier starts of a requeued job resumed at this step.
 
-    `starts` is the list in provenance.json. `job` is the result of `slurm_job`. A job that was not
-    requeued passes. Restarts inside a job pass and are not counted, because the job script itself
-    requeues the job after two starts at the same step.
+    starts: the list in provenance.json. resume_from: the checkpoint of this start, or None for step
+    0. job: the result of `slurm_job`. A job that was not requeued passes. Restarts inside a job
+    pass and are not counted. The job script checks them: after two starts at the same step it
+    requeues the job.
     """
     if job is None or int(job["restart_count"] or 0) == 0 or int(job.get("restart_in_job") or 0):
         return

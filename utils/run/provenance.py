@@ -1,9 +1,9 @@
 """provenance.json: a record of all starts of a run, and of the settings that each start changed.
 
 A start is one execution of the script, and a resume is another start. config.yaml stays as the
-first start wrote it. For each start, the list `starts` in provenance.json has the settings that
-this start changed and digests of its inputs. An accepted change applies to all later starts. A
-change of a setting in IDENTITY needs --accept_changes.
+first start wrote it. The list `starts` in provenance.json has an entry for each start, with changed
+settings and with digests of data, tokenizer and model. A changed setting stays changed for all
+later starts. A setting that determines the numbers of a run (IDENTITY) needs --accept_changes.
 """
 
 import datetime
@@ -57,10 +57,11 @@ LAUNCHER = "slurm/launch_node.sh"
 def write_provenance(
     path: Path, launch: LaunchFacts, *, run_id: str, resumed_from: str | None, **facts: Any
 ) -> None:
-    """Append an element for this start to the list `starts` in provenance.json; only on rank 0.
+    """Append an entry for this start to the list `starts` in provenance.json; only on rank 0.
 
-    `facts` are further JSON values of the element. If the process is killed, the old or the new
-    file is left, never a partial one. Raises ConfigurationError if the old file is damaged.
+    resumed_from: the path of the loaded checkpoint, or None. facts: more fields of the entry, as
+    JSON values. A killed process leaves the old or the new file, never a partial file. Raises
+    ConfigurationError if the old file is damaged.
     """
     devices = [launch.device]
     if launch.device == "cuda":
@@ -92,7 +93,7 @@ def write_provenance(
 
 
 def slurm_job(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return this job's values from Slurm's environment variables, or None outside of a job."""
+    """Return {field: value} of this Slurm job from environment variables; None outside a job."""
     if "SLURM_JOB_ID" not in environment:
         return None
     return {field: environment.get(name) for field, name in _SLURM_FIELDS.items()}
@@ -148,7 +149,10 @@ LEFT_OPEN = (
 
 
 class Snapshot(NamedTuple):
-    """The settings of a start, and digests of the files that they name (from `_contents`)."""
+    """The settings of a start, and {setting: digests} of the inputs that settings name.
+
+    `_contents` makes the digests.
+    """
 
     settings: Mapping[str, Any]
     contents: Mapping[str, Mapping[str, Any]]
@@ -156,11 +160,11 @@ class Snapshot(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """A changed setting, or changed contents of a file that a setting names.
+    """A difference between two starts: a changed setting or changed contents of a file.
 
-    name: the setting. what: the name of the change in the log. note: a remark for the log.
-    dangerous: whether the change needs `--accept_changes NAME`. impossible: why the change is
-    refused even with this flag, or "".
+    name: the setting, which also names the file. what: the name of the change in the log. old, new:
+    values or digests. note: a remark for the log. dangerous: whether the change needs
+    `--accept_changes NAME`. impossible: why even --accept_changes does not allow the change, or "".
     """
 
     name: str
@@ -191,9 +195,9 @@ class Change:
 
 
 def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
-    """Return this start's digests of data, tokenizer, model and own code, and package versions.
+    """Return {field: value} for provenance.json: digests of this start's inputs, package versions.
 
-    These are values for provenance.json. Only rank 0 calls this.
+    The inputs are data, tokenizer, model and own code. Only rank 0 calls this.
     """
     launch = settings.values.environment
     by_fsdp2 = is_true("ACCELERATE_USE_FSDP", launch) and launch.get("FSDP_VERSION") == "2"
@@ -215,11 +219,11 @@ def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
 
 
 def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return {setting: digests of the input that the setting names} for one start of a run.
+    """Return {setting: {name: digest}} for the inputs of a start, such as data and weights.
 
-    facts: the result of `identity_facts`, or a start in provenance.json. An input without a known
-    digest has {}. Whichever setting names the model, the digests of its configuration are at
-    model_config, and the digests of its weights at model_name_or_path.
+    facts: the result of `identity_facts`, or a start's entry in provenance.json. An input without a
+    known digest has {}. Several settings can name the model. Digests of its configuration are
+    always at the key model_config, and digests of its weights at model_name_or_path.
     """
     data, weights = facts.get("data") or {}, facts.get("base_weights") or {}
     variables = " ".join(map(without_indices, facts.get("environment") or ()))
@@ -240,7 +244,10 @@ def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def compare_samples(checkpoint: Path | None, plan: RunPlan) -> None:
-    """Log a warning if other sizes of the global batch let the run leave out or repeat samples."""
+    """Warn if a changed global batch makes the resumed run leave out or repeat samples.
+
+    checkpoint: the one to resume from; None for a new run.
+    """
     if checkpoint is None:
         return
     try:
@@ -267,12 +274,12 @@ def accepted_changes(
     *,
     resumes: bool = False,
 ) -> dict[str, Any]:
-    """Log what changed since the last start; return the changes for provenance.json ({}: none).
+    """Log what changed since the last start; return fields for provenance.json, {} without changes.
 
-    `facts` has the result of `identity_facts` and the script. `derived`: values that the plan chose
-    for settings that may be null. `resumes`: this start resumes from a checkpoint of another
-    directory. Raises ConfigurationError for a change that the checkpoints do not allow, and for a
-    dangerous change that is not in --accept_changes.
+    facts: the result of `identity_facts`, and the script. derived: values that the plan chose for
+    settings that may be null. resumes: this start resumes from a checkpoint of another directory.
+    Raises ConfigurationError for a change that the checkpoints do not allow, and for a dangerous
+    change that is not in --accept_changes.
     """
     starts = RunRecord(output_dir).starts
     if not starts:
@@ -317,7 +324,7 @@ def accepted_changes(
 
 
 def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Change]:
-    """Yield the changes between two starts. resumes: whether the new start loads a checkpoint."""
+    """Yield a Change for each difference of two starts. resumes: `now` loads a checkpoint."""
     dangerous = set()
     for name, new in now.settings.items():
         old, note, impossible = before.settings.get(name, new), "", ""
@@ -364,14 +371,14 @@ def _other_shape(*contents: Mapping[str, Any]) -> str:
 
 
 def _as_before(name: str, old: Any, new: Any) -> bool:
-    """Return whether checkpoints made with the old value of a setting also fit the new value."""
+    """Return whether a checkpoint with a setting's old value can resume with the new value."""
     if name == "metric_for_best_model":  # no metric so far, or the same metric
         return old is None or str(new).removeprefix("eval_") == old.removeprefix("eval_")
     return name == "optim" and {old, new} == {"adamw_torch", "adamw_torch_fused"}
 
 
 def _why_harmless(name: str, before: Snapshot, now: Snapshot, *, resumes: bool) -> str:
-    """Return why a changed setting of NAMES_CONTENTS is harmless, or "" if that is unknown."""
+    """Return why a changed setting in NAMES_CONTENTS does not change results, or "" if it may."""
     if name in WEIGHTS and resumes and not now.settings.get("use_peft"):
         return "the run resumes from weights of its own"  # LoRA's checkpoints have only adapters
     if name == "train_data":

@@ -1,4 +1,7 @@
-"""Tokenization of a run's raw training data, once, into OUTPUT_DIR/data, as by prepare_data.py."""
+"""Tokenization of raw training data by the run itself, as prepare_data.py does.
+
+The tokens are written to OUTPUT_DIR/data once. Later starts read them.
+"""
 
 import logging
 import os
@@ -23,12 +26,13 @@ LONGEST_PREPARATION_S = 24 * 3600
 
 
 def prepare_raw_data(settings: RunSettings) -> None:
-    """Tokenize the raw files of train_data and eval_data if this is not done; all ranks call this.
+    """Tokenize the raw files of train_data and eval_data, unless this is already done.
 
-    Separate processes tokenize, so their memory is free before training. The other ranks wait over
-    gloo, at most a day. A dry run only checks the files. If they are not tokenized, the dry run
-    raises Answer with the command to type. Raises ConfigurationError if a run may not tokenize the
-    files (more than LARGEST_BYTES, or in a Slurm job), or if they have changed since the run began.
+    All ranks call this. Rank 0 starts worker processes, so that their memory is free before
+    training. The other ranks wait for at most a day, over gloo. A dry run tokenizes nothing: it
+    raises Answer with the command that tokenizes. Raises ConfigurationError if the files are larger
+    than LARGEST_BYTES (1 GB), if this is a Slurm job, or if the files have changed since the run
+    began.
     """
     if (raw := settings.raw) is None:
         return

@@ -1,10 +1,10 @@
 """Copies of the token datasets on each node's own disk (setting `stage_data`).
 
-    FOLDER/stoker-data-UID/NAME        a copy; its digests.json, written last, has all digests
+    FOLDER/stoker-data-UID/NAME        a copy, with the digests of its files in digests.json
     FOLDER/stoker-data-UID/NAME.lock   locked by the job that copies, shared by the runs that read
 
-NAME is a digest of the original files' paths, sizes and times. If no copy can be made, a run reads
-the original files.
+NAME is a digest of the original files' paths, sizes and times. digests.json is written last. If no
+copy can be made, a run reads the original files.
 """
 
 import contextlib
@@ -43,9 +43,10 @@ AT_ONCE, CHUNK_BYTES, TRIES = 8, 2**23, 5
 
 
 def stage_data(settings: RunSettings, launch: LaunchFacts) -> RunSettings:
-    """Let each node's first rank copy the datasets; return settings that name the copies.
+    """Copy the datasets to each node's disk; return settings that name the copies.
 
-    Collective over ranks.
+    The first rank of each node copies. A dataset that cannot be copied is read where it is. Without
+    `stage_data` or in a dry run, return the settings unchanged. Collective over ranks.
     """
     if not settings.run.stage_data or settings.run.dry_run:
         return settings
@@ -62,7 +63,10 @@ def stage_data(settings: RunSettings, launch: LaunchFacts) -> RunSettings:
 
 
 def _stage(settings: RunSettings) -> dict[tuple[str, str], tuple[Path, Path]]:
-    """Return {(directory, split): (original, copy)}; warn of splits that cannot be copied."""
+    """Copy all datasets to this node's disk; return {(directory, split): (original, copy)}.
+
+    For a split that cannot be copied, log a warning and leave the split out.
+    """
     data, wanted, copies = settings.data, settings.run.stage_data, {}
     splits = [(directory, "train") for directory in train_sources(data.train_data)]
     splits += [(directory, name) for name, directory in eval_splits(data.eval_data).items()]
@@ -75,7 +79,7 @@ def _stage(settings: RunSettings) -> dict[tuple[str, str], tuple[Path, Path]]:
 
 
 def _changed(copies: dict[tuple[str, str], tuple[Path, Path]]) -> list[tuple[str, str]]:
-    """Return the keys of copies whose original files changed after the copying; warn of each."""
+    """Return the keys of `copies` whose original files changed after the copying; log a warning."""
     changed = list[tuple[str, str]]()
     for split, (original, copy) in copies.items():
         try:
@@ -89,10 +93,10 @@ def _changed(copies: dict[tuple[str, str], tuple[Path, Path]]) -> list[tuple[str
 
 
 def _folder(wanted: bool | str) -> Path:
-    """Return this user's folder for copies, which is made if needed.
+    """Return the path of this user's folder for copies; make the folder if it does not exist.
 
-    wanted: the setting `stage_data`, True or a folder. Raises OSError if no folder on a disk of
-    this node is found, or if other users can write there.
+    wanted: the setting `stage_data`, which is a folder, or True to choose a disk of this node.
+    Raises OSError if there is no local disk, or if other users can write to the folder.
     """
     chosen = wanted if isinstance(wanted, str) else os.environ.get("STOKER_STAGE_DIR")
     job = os.environ.get(NODE_DIR)  # the launcher makes it in SLURM_TMPDIR, TMPDIR or /tmp
@@ -114,7 +118,7 @@ def _folder(wanted: bool | str) -> Path:
 
 
 def _file_system(path: Path) -> str:
-    """Return the type of the file system that has `path`, such as ext4, or ""."""
+    """Return the type of the file system that has `path`, such as ext4; "" if it is unknown."""
     there, mounts = path.resolve(), psutil.disk_partitions(all=True)
     above = [mount for mount in mounts if there.is_relative_to(mount.mountpoint)]
     # If several file systems are mounted at one path, only the last is visible.
@@ -122,7 +126,7 @@ def _file_system(path: Path) -> str:
 
 
 def _files(original: Path) -> list[Path]:
-    """Return the files of a split, without cache files of the library `datasets`.
+    """Return the paths of a split's files, sorted. Cache files of `datasets` are left out.
 
     Raises OSError if Arrow files of the split are in other folders.
     """
@@ -138,9 +142,9 @@ def _name(states: list[tuple[str, int, int]]) -> str:
 
 
 def _copy_of(original: Path, folder: Path) -> tuple[Path, Path]:
-    """Return (original, copy), with the copy locked until the process ends; copy if needed.
+    """Return (original, path of its copy); hold a lock on the copy until the process ends.
 
-    Raises OSError if the copy cannot be made.
+    If there is no copy or a damaged one, make the copy. Raises OSError if this fails.
     """
     files = _files(original)
     states = file_states(files)
@@ -165,9 +169,10 @@ def _copy_of(original: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def _make(copy: Path, files: list[Path], states: list[tuple[str, int, int]]) -> None:
-    """Copy `files` to the new folder `copy` and write digests.json. Raises OSError.
+    """Copy `files` to the new folder `copy`, then write digests.json. Raises OSError.
 
-    states: the files' paths, sizes and times, which must still be true after copying.
+    states: the files' paths, sizes and times before copying. Also raises OSError if they change
+    during copying.
     """
     if copy.exists():
         logger.warning("stage_data: %s is damaged or cut short: it is made again", copy)
@@ -190,7 +195,10 @@ def _make(copy: Path, files: list[Path], states: list[tuple[str, int, int]]) -> 
 
 
 def _make_room(folder: Path, size: int) -> None:
-    """Remove copies that no run uses, oldest first, until `size` bytes fit. Raises OSError."""
+    """Remove copies that no run uses until `size` bytes fit. Raises OSError if they cannot fit.
+
+    The copy that was used longest ago goes first.
+    """
     copies, room = list[Path](), _free_bytes(folder)
     with contextlib.ExitStack() as locked:
         for lock in sorted(folder.glob("*.lock"), key=lambda path: path.stat().st_mtime):
@@ -207,14 +215,14 @@ def _make_room(folder: Path, size: int) -> None:
 
 
 def _free_bytes(folder: Path) -> int:
-    """Return the bytes free for copies: a disk keeps 5 % free, tmpfs half of the free memory."""
+    """Return the bytes for copies. 5 % of a disk, or half of the memory for tmpfs, stays free."""
     disk = shutil.disk_usage(folder)
     free = max(disk.free - disk.total // 20, 0)
     return min(free, memory_room_bytes() // 2) if _file_system(folder) == "tmpfs" else free
 
 
 def _is_whole(copy: Path, files: list[Path]) -> bool:
-    """Return whether the copies of `files` in the folder `copy` match the digests.json there."""
+    """Return whether the folder `copy` has all `files`, with the digests in its digests.json."""
     try:
         expected = json.loads((copy / DIGESTS).read_text(encoding="utf-8"))
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -224,7 +232,7 @@ def _is_whole(copy: Path, files: list[Path]) -> bool:
 
 
 def _digest(source: Path, target: Path = Path(os.devnull)) -> str:
-    """Read a file and write its content to `target`; return the content's BLAKE2b digest in hex."""
+    """Copy a file to `target` (default: nowhere); return the BLAKE2b digest in hexadecimal."""
     digest = hashlib.blake2b()
     with source.open("rb") as read, target.open("wb") as written:
         while chunk := read.read(CHUNK_BYTES):

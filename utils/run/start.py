@@ -89,11 +89,11 @@ WEIGHT_FILES = (
 
 @dataclass(frozen=True)
 class Run:
-    """The run in output_dir: new, or to be resumed from the checkpoint `resume_from`.
+    """The run in output_dir: a new run, or a run to resume from the checkpoint `resume_from`.
 
-    finished: no step is left and final/ exists. facts: values for provenance.json: script, digests
-    of inputs, changed settings. weights_from: the weights directory of --init_from; None if this
-    directory is not loaded now.
+    finished: no step is left and final/ exists. facts: values for provenance.json (script, digests
+    of inputs, changed settings). weights_from: the weights directory of --init_from; None if this
+    start does not load that directory.
     """
 
     run_id: str
@@ -104,10 +104,11 @@ class Run:
 
 
 def start_process(settings: RunSettings) -> LaunchFacts:
-    """Set up logging, access tokens, signals and safe unpickling; return facts of the launch.
+    """Set up logging, access tokens, signals and safe unpickling; return the LaunchFacts.
 
-    In a dry run, these facts are taken from WORLD_SIZE and accelerate's environment variables.
-    Raises ConfigurationError, for example if the processes are not connected.
+    LaunchFacts are the rank, hosts and strategy. A dry run takes them from WORLD_SIZE and
+    accelerate's environment variables. Raises ConfigurationError, for example if the processes are
+    not connected.
     """
     configure_logging(debug=settings.values["log_level"] in ("debug", "detail"))
     for note in settings.values.notes:
@@ -137,7 +138,7 @@ def _settle_hub(settings: RunSettings) -> bool:
 
 
 def _launch(settings: RunSettings) -> LaunchFacts:
-    """Check and return the launch; copy the checkpoint of --resume_from_checkpoint (rank 0)."""
+    """Check and return the launch. Rank 0 copies the checkpoint of --resume_from_checkpoint."""
     install_stop_signals()
     os.environ |= group_sizes(settings.values.environment)  # accelerate reads them
     launch = check_launch()
@@ -160,7 +161,7 @@ def _launch(settings: RunSettings) -> LaunchFacts:
 
 
 def _planned_launch(settings: RunSettings) -> LaunchFacts:
-    """Return the launch that a dry run assumes by WORLD_SIZE and accelerate's variables."""
+    """Return the launch that a dry run assumes, from WORLD_SIZE and accelerate's variables."""
     preflight.check_directory(settings.output_dir, writable=False)  # check_start looks at that
     world_size = settings.values.world_size
     # Without check_available a CUDA build of torch names CUDA even on a node without a GPU.
@@ -191,13 +192,13 @@ def report_strategy(settings: RunSettings, launch: LaunchFacts) -> None:
 
 
 def start_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> tuple[Run, Checkpoints]:
-    """Lock `--output_dir`, write provenance.json, and return the run with its checkpoint store.
+    """Lock output_dir and write provenance.json; return the run, and its store for checkpoints.
 
-    An empty or missing directory gets a new run and config.yaml. If the directory holds a run with
-    these settings, this run resumes from the newest undamaged checkpoint. Rank 0 decides for all
-    ranks. Raises ConfigurationError if the directory holds another run or other files, StorageError
-    for too little space or damaged checkpoints, and NoProgressError if a requeued job does not
-    get beyond a step.
+    An empty or missing directory gets a new run and config.yaml. A run with these settings in the
+    directory resumes from its newest undamaged checkpoint. Rank 0 decides for all ranks. Raises
+    ConfigurationError if the directory has another run or other files, StorageError for too little
+    space or damaged checkpoints, and NoProgressError if the starts of a requeued job resumed at the
+    same step several times.
     """
     settings = plan.settings
     preflight.check_storage(plan, launch)
@@ -233,7 +234,10 @@ def start_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> tuple[Run, C
 
 
 def _claim(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
-    """Lock output_dir, write config.yaml and provenance.json, return the run; only on rank 0."""
+    """Lock output_dir, find the run, write config.yaml and provenance.json; return the run.
+
+    Only rank 0 calls this. A resumed run keeps its config.yaml.
+    """
     settings, output_dir = plan.settings, plan.settings.output_dir
     take_run_lock(output_dir)
     RunRecord(output_dir).restore()
@@ -272,7 +276,7 @@ def _claim(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
 
 
 def check_start(plan: RunPlan, data: RunData, config: PreTrainedConfig, launch: LaunchFacts) -> int:
-    """Check output_dir and weights in a dry run. Return exit code 0, or raise as a start would."""
+    """Check output_dir and weights for a dry run. Return 0, or raise the error of a real start."""
     settings, output_dir = plan.settings, plan.settings.output_dir
     try:
         preflight.check_place(plan)
@@ -300,10 +304,10 @@ def check_start(plan: RunPlan, data: RunData, config: PreTrainedConfig, launch: 
 
 
 def find_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
-    """Return the run in output_dir, or a new run. Only rank 0 calls this.
+    """Return the run in output_dir; for a directory without a run, return a new run.
 
-    Raises ConfigurationError if the run cannot resume with these settings or output_dir has other
-    files, StorageError if all checkpoints are damaged.
+    Only rank 0 calls this. Raises ConfigurationError if the run cannot resume with these settings
+    or output_dir has other files, StorageError if all checkpoints are damaged.
     """
     settings, output_dir = plan.settings, plan.settings.output_dir
     dry_run = settings.run.dry_run
@@ -346,10 +350,10 @@ def find_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
 def _check_weights(
     settings: RunSettings, config: PreTrainedConfig, origin: Path | None, new_tokens: Sequence[int]
 ) -> None:
-    """Check the names and shapes of the tensors in the weights files against the model.
+    """Compare the names and shapes of the tensors in the weights files with the model's.
 
-    `origin` is the weights directory of --init_from. Raises ConfigurationError if names or shapes
-    differ, or if a job, which has no network, needs weights that are not in the Hub cache.
+    origin: the weights directory of --init_from, or None. Raises ConfigurationError if names or
+    shapes differ, or if a job, which has no network, needs weights that are not in the Hub cache.
     """
     model = settings.model
     if origin is None and (model.init_from is not None or model.model_config is not None):

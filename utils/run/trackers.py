@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_trackers(settings: RunSettings, name: str | None, run_id: str, step: int) -> None:
-    """Make the trackers of `report_to` write into output_dir; a resume continues the tracker's run.
+    """Set up the trackers in `report_to`. They write to output_dir; a resume continues their runs.
 
     Sets environment variables that the user has not set, and calls `wandb.init`. Rank 0 calls this
     before the Trainer is made. name: the run's name in wandb. step: the step of the checkpoint to
@@ -54,7 +54,10 @@ def prepare_trackers(settings: RunSettings, name: str | None, run_id: str, step:
 
 
 def prepare_wandb(output_dir: Path, run_id: str) -> None:
-    """Set wandb's environment variables. Without a key or a connection, choose offline mode."""
+    """Set wandb's environment variables that the user has not set.
+
+    Choose offline mode if there is no API key or no connection.
+    """
     ours = {
         "PROJECT": "stoker", "DIR": str(output_dir), "RUN_ID": run_id, "RESUME": "allow",
         "NAME": output_dir.absolute().name, "QUIET": "true",
@@ -76,9 +79,10 @@ def prepare_wandb(output_dir: Path, run_id: str) -> None:
 
 
 def end_wandb(report: Path, stopped: bool) -> None:
-    """Store report.html in wandb as a panel and an artifact; mark a stopped run as preempted.
+    """Store report.html in wandb, as a panel and an artifact; mark a stopped run as preempted.
 
-    Without the mark, wandb would show a stopped run as failed, because the exit code is not 0.
+    report: the path of report.html. Without the mark, wandb would show a stopped run as failed,
+    because the exit code is not 0.
     """
     run = getattr(sys.modules.get("wandb"), "run", None)
     if run is not None and report.is_file():
@@ -90,7 +94,7 @@ def end_wandb(report: Path, stopped: bool) -> None:
 
 
 def _offline_reason() -> str | None:
-    """Return a text on why wandb cannot go online, or None if wandb can.
+    """Return a text on why wandb cannot go online; None if wandb can go online.
 
     Without this check a node without internet waits 90 seconds and then fails in `wandb.init`.
     """
