@@ -20,10 +20,10 @@ CHANGED = "This changes the training, or may:"
 
 
 def recipe_texts(given: "Conversion", folder: Path) -> dict[Path, str]:
-    """Return {file: text} of the recipes and of the files that they need. folder: for these files.
+    """Return {path: text} of the recipes and of the files that the recipes name.
 
-    The other files are functions that build prompts, and a chat template from the config. The
-    training recipe is the last, the data recipes come before it.
+    The files named are a Python file with functions that build prompts, and a chat template. The
+    training recipe is last, after the data recipes. folder: the files' folder.
     """
     source, script = given.path, "pretrain.py" if given.pretraining else "sft_train.py"
     run, code = folder / f"{source.stem}.yaml", folder / f"{source.stem}_format.py"
@@ -55,15 +55,18 @@ def recipe_texts(given: "Conversion", folder: Path) -> dict[Path, str]:
 
 
 def listing(reasons: Mapping[str, Sequence[str]], margin: str) -> str:
-    """Return a line of text for each reason, with its keys in front. margin: begins each line."""
+    """Return a text with one line for each reason: its keys, then the reason.
+
+    reasons: {reason: keys}. margin: the text at the beginning of each line.
+    """
     lines = (f"{', '.join(map(str, keys))}: {why}" for why, keys in reasons.items())
     return "".join(f"{margin}{' '.join(line.split())}\n" for line in lines)  # one comment line each
 
 
 def next_steps(given: "Conversion", files: Sequence[Path]) -> str:
-    """Return the text to print: what changes the training, and the commands to prepare and train.
+    """Return a text: what changes the training, and the commands to prepare data and to train.
 
-    files: those of `recipe_texts`.
+    files: the paths from `recipe_texts`.
     """
     changes = f"\n{CHANGED}\n{listing(given.changes, '  ')}" if given.changes else ""
     script = "pretrain.py" if given.pretraining else "sft_train.py"
@@ -74,7 +77,7 @@ def next_steps(given: "Conversion", files: Sequence[Path]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert the config on the command line; return the exit code."""
+    """Convert the config on the command line; print or write the recipes; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m utils.importing", description=str(__doc__).partition("\n")[0]
     )

@@ -1,4 +1,4 @@
-"""Conversion of another toolkit's config to our recipes, with notes on keys that are left out."""
+"""Conversion of another toolkit's config to Stoker's recipes, with notes on omitted keys."""
 
 import re
 from collections.abc import Mapping
@@ -43,10 +43,11 @@ OTHER_METHODS = (
 
 
 def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
-    """Convert the config in a file. kind: its toolkit; None: recognize the toolkit by its keys.
+    """Convert the config file at `path` and return the Conversion, which has the recipes.
 
-    gpus: the number of GPUs of the original training, which decides the global batch. Raises
-    YamlError, or ConfigurationError if the config cannot be converted.
+    kind: the config's toolkit, or None to recognize the toolkit by its keys. gpus: the number of
+    GPUs of the original training, which decides the global batch. Raises YamlError for a faulty
+    file, and ConfigurationError if the config cannot be converted.
     """
     entries = load_file(path)
     if "model_class" in entries:
@@ -110,7 +111,7 @@ def _check_method(given: Conversion) -> None:
 
 
 def _convert_output_dir(given: Conversion, name: str) -> None:
-    """Convert output_dir. A shared folder such as outputs/out or saves becomes outputs/NAME."""
+    """Convert output_dir. A folder that configs share (outputs/out, saves) becomes outputs/NAME."""
     folder = str(given.value("output_dir") or f"runs/{name}")
     if re.fullmatch(r"(.*/)?(\w*-?out|outputs?|saves)/?", folder):
         given.take("output_dir")
@@ -121,7 +122,7 @@ def _convert_output_dir(given: Conversion, name: str) -> None:
 
 
 def _convert_weights(given: Conversion) -> None:
-    """Convert reinit_weights: the configuration of the model without its weights."""
+    """Convert reinit_weights: the recipe names the model's configuration instead of its weights."""
     if given.take("reinit_weights"):
         model, _ = given.run.pop("model_name_or_path")
         folder = model if Path(model).is_dir() else f"models/{Path(model).name}"
@@ -131,7 +132,7 @@ def _convert_weights(given: Conversion) -> None:
 
 
 def _convert_order(given: Conversion) -> None:
-    """Convert a fixed order of the documents, which axolotl calls curriculum_sampling."""
+    """Convert the order of documents. axolotl's curriculum_sampling becomes order: sequential."""
     shuffled = given.value("shuffle_merged_datasets", True)
     packed = given.take("sample_packing_sequentially")
     if given.take("curriculum_sampling"):
@@ -180,7 +181,7 @@ def _convert_batch(given: Conversion) -> None:
 
 
 def _convert_times(given: Conversion) -> None:
-    """Convert how often to evaluate and to save."""
+    """Convert the settings of when to evaluate and when to save checkpoints."""
     if given.value("save_total_limit") == 1:
         given.given["save_total_limit"] = Given(2, "1 there; the newest may be damaged")
     if given.value("save_strategy") == "best":
@@ -207,7 +208,7 @@ def _convert_times(given: Conversion) -> None:
 
 
 def _convert_best_model(given: Conversion) -> None:
-    """Convert the metric that judges: eval_loss is of all evaluation data, ours of one split."""
+    """Convert metric_for_best_model: eval_loss, of all splits, becomes the first split's loss."""
     splits = list(eval_splits(given.run["eval_data"][0])) if "eval_data" in given.run else []
     metric = given.value("metric_for_best_model")
     judges = [each for each in BEST_MODEL_JUDGES if given.value(each) or each in given.run]
@@ -291,10 +292,10 @@ def _convert_adapter(given: Conversion) -> None:
 
 
 def _convert_frozen(given: Conversion) -> None:
-    """Convert which weights are trained: axolotl's patterns, LLaMA-Factory's number of layers.
+    """Convert the choice of trained weights: axolotl's patterns, LLaMA-Factory's number of layers.
 
-    The config does not tell how many layers the model has. So the last layers are named LAST. The
-    training script refuses this name until the user replaces it by layer numbers.
+    The number means the last layers, but the config does not tell how many layers the model has. So
+    the recipe names them LAST. The training script refuses LAST until the user writes numbers.
     """
     if patterns := given.take("train_only"):
         plain = [re.sub(r"\[\d*:?\d*\]$", "", str(each)) for each in listed(patterns)]
@@ -317,7 +318,7 @@ def _convert_frozen(given: Conversion) -> None:
 
 
 def _convert_precision(given: Conversion) -> None:
-    """Convert dtypes and activation checkpointing. With LoRA and bf16, the base is bfloat16."""
+    """Convert dtypes and activation checkpointing. LoRA with bf16 has frozen bfloat16 weights."""
     source = given.given["bf16"].source if "bf16" in given.given else "bf16"
     bf16, pure = given.take("bf16"), given.take("pure_bf16")
     pure = pure or bf16 == "full"
@@ -375,7 +376,7 @@ def _convert_strategy(given: Conversion) -> None:
 
 
 def _remove_lines_that_cannot_stay(given: Conversion) -> None:
-    """Remove recipe settings that have no effect or that the training script would refuse."""
+    """Remove recipe settings without effect or that the script would refuse; note the reasons."""
     name = given.path.name
     lines = {n: Given(v, name, 0) for n, (v, _) in given.run.items() if n in given.declared}
     values = SettingValues(given.declared, lines)

@@ -18,9 +18,9 @@ KINDS = {
 
 
 def convert_data(given: Conversion, folder: str) -> None:
-    """Fill the data recipe and the data settings of the training recipe.
+    """Fill the data recipes, and the data settings of the training recipe.
 
-    folder: where `prepare_data.py` will write the datasets.
+    folder: the output_dir of the first data recipe. Further recipes write to FOLDER-2, FOLDER-3.
     """
     groups = _divided(given, read_sources(given, "sources"))
     given.more_data = [{"output_dir": f"{folder}-{n}"} for n in range(2, len(groups) + 1)]
@@ -64,7 +64,10 @@ def convert_data(given: Conversion, folder: str) -> None:
 
 
 def _convert_template(given: Conversion, recipes: Sequence[dict[str, Any]]) -> None:
-    """Convert the chat template (a name, a text or a file) and its variables."""
+    """Convert the chat template (a name, a text or a file) and its variables.
+
+    recipes: the data recipes. Only recipes with chats get the variables.
+    """
     variables = {**(given.take("chat_template_kwargs") or {})}
     if (thinking := given.take("enable_thinking")) is not None:
         variables["enable_thinking"] = thinking
@@ -83,10 +86,10 @@ def _convert_template(given: Conversion, recipes: Sequence[dict[str, Any]]) -> N
 
 
 def _divided(given: Conversion, entries: Entries) -> list[tuple[Entries, float | None]]:
-    """Return the datasets to prepare together, with the weight of each group in the training.
+    """Divide the datasets into groups, each for one data recipe; return (entries, weight) for each.
 
-    Chats, texts, and prompts with completions are prepared apart. Each dataset of LLaMA-Factory's
-    mixture has a group and a weight.
+    Chats, texts, and prompts with completions are in separate groups, and their weight is `None`.
+    In LLaMA-Factory's mixture each dataset is a group, and its weight is its share of the training.
     """
     strategy, shares = str(given.value("mix_strategy")), given.value("interleave_probs")
     if strategy.startswith("interleave") and len(entries) > 1:
@@ -102,7 +105,7 @@ def _divided(given: Conversion, entries: Entries) -> list[tuple[Entries, float |
 
 
 def _kind(given: Conversion, entry: Mapping[str, Any] | str) -> str:
-    """Return the kind of documents of a source: text, prompt_completion or messages."""
+    """Return the kind of a source's documents: text, prompt_completion, or messages for chats."""
     row_format = "" if isinstance(entry, str) else entry.get("format", "")
     return "prompt_completion" if row_format in given.functions else KINDS.get(row_format, CHATS)
 
@@ -135,7 +138,7 @@ def _hold_out(given: Conversion, recipes: Sequence[dict[str, Any]]) -> None:
 
 
 def limit_tokens(given: Conversion) -> None:
-    """Limit a dataset that is streamed for max_steps to the tokens of these steps, and a tenth."""
+    """For pretraining with max_steps, limit a single source to these steps' tokens plus 10 %."""
     steps, sources = given.value("max_steps", 0), given.data["sources"]
     if not given.pretraining or not steps or steps < 0 or len(sources) != 1:
         return

@@ -18,7 +18,10 @@ Entries = list[dict[str, Any]]
 
 
 def read_sources(given: Conversion, name: str) -> Entries:
-    """Return the datasets in the setting `name` as entries of our data recipe; add notes."""
+    """Convert the datasets in a setting to entries of a data recipe; return the entries.
+
+    name: the setting, `sources` or `eval_sources`. Differences are noted in `given`.
+    """
     reader = {"axolotl": _axolotl, "llamafactory": _factory, "trl": _trl}[given.kind]
     source = given.given[name].source
     entries = reader(given, source, given.take(name))
@@ -74,9 +77,10 @@ def _axolotl(given: Conversion, source: str, entries: Any) -> Entries:
 
 
 def _axolotl_format(given: Conversion, key: str, kind: str) -> str | None:
-    """Return our row format for a dataset type of axolotl, or None to detect the format from rows.
+    """Return Stoker's row format for a dataset type of axolotl; None if rows tell the format.
 
-    key: the config's key, for notes. Adds a note if the documents may differ from axolotl's.
+    key: the config's key, for notes. kind: the dataset type. Adds a note if the documents may
+    differ from axolotl's.
     """
     if not kind:
         given.note(key, "empty: the rows have input_ids and labels")
@@ -91,10 +95,10 @@ def _axolotl_format(given: Conversion, key: str, kind: str) -> str | None:
 
 
 def _prompt(given: Conversion, source: str, entry: dict[str, Any], kind: Any) -> str:
-    """Add a Python function that builds the prompt of an axolotl dataset type; return its name.
+    """Add a Python function that builds the prompts of an axolotl dataset type; return its name.
 
-    Returns "" if the type needs no function or is unknown. entry: the dataset's entry in the
-    config. Keys in `entry` that name columns are removed.
+    Return "" if the type needs no function or is unknown. kind: the dataset type. entry: the
+    dataset's entry in the config. Keys that name columns are removed from `entry`.
     """
     custom = dict(kind) if isinstance(kind, Mapping) else {}
     base, _, style = ("" if custom else str(kind)).partition(":")
@@ -132,7 +136,7 @@ def _prompt(given: Conversion, source: str, entry: dict[str, Any], kind: Any) ->
 
 
 def _leave_thoughts_out(given: Conversion) -> None:
-    """Set enable_thinking: false if the template prints an empty thought (Qwen3).
+    """Set enable_thinking: false if the model's chat template prints an empty thought (Qwen3).
 
     axolotl does not train on this empty thought.
     """
@@ -149,7 +153,7 @@ def _leave_thoughts_out(given: Conversion) -> None:
 def _axolotl_columns(
     given: Conversion, source: str, entry: dict[str, Any], kind: str
 ) -> dict[str, str]:
-    """Remove the keys that name columns from `entry`; return {name in the file: our name}."""
+    """Remove the keys that name columns from `entry`; return {column of a file: Stoker's name}."""
     columns = {}
     for part in ("instruction", "input", "output", "system", "tools"):
         if column := entry.pop(f"field_{part}", None):
@@ -174,7 +178,10 @@ def _axolotl_columns(
 
 
 def _role_names(given: Conversion, where: str, roles: Mapping[str, Any]) -> dict[str, str]:
-    """Return {role name in the data: our role} for names that Stoker does not know by itself."""
+    """Return {role in the data: Stoker's role}, without roles that Stoker knows by itself.
+
+    roles: {Stoker's role: roles in the data}. where: the config's key, for notes.
+    """
     known = {role: roles[role] for role in roles if role in MESSAGE_ROLES}
     given.leave_all(where, {role: roles[role] for role in roles if role not in known})
     words = {word: role for role, found in known.items() for word in listed(found) if word}
@@ -182,9 +189,9 @@ def _role_names(given: Conversion, where: str, roles: Mapping[str, Any]) -> dict
 
 
 def _factory(given: Conversion, source: str, names: Any) -> Entries:
-    """Return the data recipe's entries for LLaMA-Factory's dataset names.
+    """Return data recipe entries for datasets of LLaMA-Factory.
 
-    dataset_info.json describes these datasets. Its folder is the setting dataset_dir (default:
+    names: the datasets' names in dataset_info.json. Its folder is the setting dataset_dir (default:
     data), in the working directory or in a folder above the config.
     """
     where, known = str(given.value("dataset_dir") or "data"), {}
@@ -231,7 +238,7 @@ def _factory(given: Conversion, source: str, names: Any) -> Entries:
 
 
 def _trl(given: Conversion, source: str, value: Any) -> Entries:
-    """Return the data recipe's entries for TRL's dataset.
+    """Return data recipe entries for the dataset of a TRL config.
 
     value: a name, a mixture (TRL), or {name: weight} (Alignment Handbook).
     """
@@ -269,7 +276,11 @@ def _trl(given: Conversion, source: str, value: Any) -> Entries:
 
 
 def _trl_evaluation(given: Conversion, found: Entries, is_mixture: bool) -> None:
-    """Set `eval_sources`: TRL evaluates on the split `test` if eval_strategy asks for it."""
+    """Set `eval_sources` as TRL does: if eval_strategy is on, the split `test` of each dataset.
+
+    found: the entries of the training data. is_mixture: the config lists several datasets, and TRL
+    then evaluates only on a named split.
+    """
     named, strategy = given.value("dataset_test_split"), given.value("eval_strategy", "no")
     if is_off(strategy) or strategy == "no":
         given.drop("dataset_test_split", "eval_strategy is no there: nothing is evaluated")

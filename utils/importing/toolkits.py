@@ -1,6 +1,6 @@
 """The keys of axolotl, LLaMA-Factory and TRL, and the state of a conversion.
 
-Our name for a key comes from the toolkit's table in toolkits.yaml, else from
+Stoker's name for a toolkit's key comes from the toolkit's table in toolkits.yaml, else from
 utils/config/foreign_words.yaml. A key in neither table keeps its name.
 """
 
@@ -39,9 +39,9 @@ _OFF_VALUES: tuple[Any, ...] = (None, False, 0, "", "none", [], {})
 class Toolkit:
     """A toolkit whose configs can be converted.
 
-    marks: keys by which its configs are recognized. names: {the toolkit's key: our name}. defaults:
-    {our name: the toolkit's default}. winners: keys that override other keys of the same meaning.
-    null_counts: whether null in a config replaces a default.
+    marks: keys by which its configs are recognized. names: {the toolkit's key: Stoker's name}.
+    defaults: {Stoker's name: the toolkit's default}. winners: keys that decide if another key of
+    the same meaning is set, too. null_counts: whether null in a config replaces a default.
     """
 
     marks: Sequence[str]
@@ -63,13 +63,13 @@ DATA = _TABLES["data"]  # names and prompts of datasets
 
 
 class Conversion:
-    """The state of a conversion: the rest of another toolkit's config, and our two recipes.
+    """The state of a conversion: the rest of another toolkit's config, and Stoker's recipes.
 
-    given: {our name: value} of settings that are not converted yet. run: {setting: (value,
-    comment)} of the training recipe. data: settings of the data recipe. more_data: what
-    further data recipes have in place of it. changes: {how the training
-    differs: keys}. notes: {reason: other keys without a counterpart}. commands: to run before
-    the preparation. functions: {name: Python code of a row format}.
+    given: {Stoker's name: value} of settings that are not converted yet. run: {setting: (value,
+    comment)} of the training recipe. data: settings of the first data recipe. more_data: for each
+    further data recipe, the settings that replace those in `data`. changes: {how the training
+    differs: keys}. notes: {reason: other keys without a counterpart}. commands: shell commands to
+    run before the preparation. functions: {name: Python code of a row format}.
     """
 
     def __init__(self, kind: str, entries: Mapping[str, tuple[Any, int]], path: Path, gpus: int):
@@ -107,7 +107,7 @@ class Conversion:
         self.declared = declared_settings(classes)
 
     def value(self, name: str, default: Any = None) -> Any:
-        """Return the value of a setting in `given`, or `default`. name: our name."""
+        """Return the value of a setting in `given`, or `default`. name: Stoker's name."""
         return self.given[name].value if name in self.given else default
 
     def take(self, name: str, default: Any = None) -> Any:
@@ -115,24 +115,24 @@ class Conversion:
         return self.given.pop(name).value if name in self.given else default
 
     def note(self, key: str, reason: str) -> None:
-        """Add a config's key to `notes` under a reason. Skip settings that are toolkit defaults."""
+        """Add a config's key to `notes` under a reason. A toolkit's default is not noted."""
         if key != self.its_default and key not in self.notes.setdefault(reason, []):
             self.notes[reason].append(key)
 
     def change(self, key: str, reason: str) -> None:
-        """Add a key to `changes`. reason: how our training differs from the other toolkit's."""
+        """Add a key to `changes`. reason: how Stoker's training differs from the toolkit's."""
         if key not in self.changes.setdefault(reason, []):
             self.changes[reason].append(key)
 
     def drop(self, name: str, reason: str) -> None:
-        """Remove a setting from `given`, and note the reason."""
+        """Remove a setting from `given`, and add its key to `notes` under the reason."""
         if name in self.given:
             self.note(self.given.pop(name).source, reason)
 
     def leave(self, key: str, value: Any, ours: str = "") -> None:
         """Add a key without a counterpart to `notes`, or to `changes` if the training may differ.
 
-        key: may be a path such as datasets.roles. ours: our name for the key, if different.
+        key: may be a path such as datasets.roles. ours: Stoker's name for the key, if different.
         """
         name = key.rpartition(".")[2]
         reason = LEFT.get(name) or CHANGES.get(name) or refused().get(ours or name)
@@ -150,7 +150,7 @@ class Conversion:
             add(key, reason)
 
     def leave_all(self, path: str, values: Mapping[str, Any]) -> None:
-        """Call `leave` for each key in a mapping, also in nested ones. path: names the mapping."""
+        """Call `leave` for each key of a mapping, also of nested ones. path: the mapping's key."""
         for key, value in values.items():
             if isinstance(value, Mapping) and value:
                 self.leave_all(f"{path}.{key}", value)
@@ -158,16 +158,17 @@ class Conversion:
                 self.leave(f"{path}.{key}", value)
 
     def data_recipes(self) -> list[dict[str, Any]]:
-        """Return the settings of each data recipe, without empty ones."""
+        """Return a dict of settings for each data recipe, without settings that are empty."""
         common = {name: value for name, value in self.data.items() if name != "eval_sources"}
         recipes = [self.data, *({**common, **own} for own in self.more_data)]
         return [{k: v for k, v in each.items() if v not in (None, {}, "")} for each in recipes]
 
     def put(self, name: str, value: Any, comment: str = "", key: str = "") -> None:
-        """Add a setting to the training recipe. Add a note if `value` is our default.
+        """Add a setting to the training recipe.
 
-        A value that our setting refuses is a change.
-        comment: written after the setting in the recipe. key: the config's key; default: `name`.
+        If `value` is Stoker's default, only add a note. If Stoker's setting refuses `value`, add a
+        change. comment: text after the value in the recipe. key: the config's key (default:
+        `name`).
         """
         key = key or name
         declaration = self.declared.get(name)
@@ -185,7 +186,7 @@ class Conversion:
         self.made_of[name] = key
 
     def move(self, name: str) -> None:
-        """Move a setting from `given` to the training recipe unchanged."""
+        """Move a setting with its value from `given` to the training recipe."""
         if name in self.given:
             entry = self.given.pop(name)
             self.put(name, entry.value, "" if entry.source == name else entry.source, entry.source)
@@ -197,7 +198,7 @@ def is_off(value: Any) -> bool:
 
 
 def listed(value: Any) -> list[Any]:
-    """Return a value as a list: also a single entry, or several as "a, b", as toolkits accept."""
+    """Return a value as a list: "a, b" becomes ["a", "b"], and a single 5 becomes [5]."""
     if isinstance(value, str):
         return re.split(r"\s*,\s*", value)
     return value if isinstance(value, list) else [value]
