@@ -67,8 +67,8 @@ def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignChe
 
     named: the flag's value. For a run directory, return the newest committed checkpoint in the run
     directory. For None and True (True: resume from output_dir's newest checkpoint), return None. No
-    tensors are read. Raises ConfigurationError if `named` has no committed checkpoint, if the
-    config.yaml of its run is missing, or if output_dir belongs to another run.
+    tensors are read. Raises ConfigurationError if `named` has no committed checkpoint, if its run's
+    config.yaml or provenance.json is missing, or if output_dir belongs to another run.
     """
     if not named or named is True:  # True: resume from this run's own newest checkpoint
         return None
@@ -115,8 +115,8 @@ def adopt_checkpoint(named: str | bool | None, output_dir: Path, *, needs_best: 
     Also copy the run's config.yaml, provenance.json, metrics.jsonl and best checkpoint. If
     `output_dir` has checkpoints, do nothing. If the process is killed, no partial copy has the name
     of a checkpoint. Only rank 0 calls this, after rank 0 has locked `output_dir`. Raises
-    ConfigurationError if a checkpoint is missing or damaged. A missing best checkpoint is an error
-    only if `needs_best`.
+    ConfigurationError if a checkpoint is damaged, or, with `needs_best`, if the best one is
+    missing.
     """
     found = foreign_checkpoint(named, output_dir)
     if found is None:
@@ -141,10 +141,10 @@ def adopt_checkpoint(named: str | bool | None, output_dir: Path, *, needs_best: 
 
 
 def _best_beside(found: ForeignCheckpoint, best: Path | None, *, needs_best: bool) -> Path | None:
-    """Return the best checkpoint of the run in the folder of `found`; None if `found` is the best.
+    """Return the path of the run's best checkpoint, next to `found`; None if `found` is the best.
 
-    best: the path of the best checkpoint in trainer_state.json, or None. If the folder of `found`
-    has no such committed checkpoint, return None, or raise ConfigurationError if `needs_best`.
+    best: the path of the best checkpoint in trainer_state.json, or None. If this checkpoint is not
+    committed next to `found`, return None, or raise ConfigurationError if `needs_best`.
     """
     directory = found.directory
     if best is None or best.name in (directory.name, f"checkpoint-{found.manifest.step}"):

@@ -63,10 +63,7 @@ def how_to_rewrite(final: str | Path) -> str:
 
 
 def own_checkpoint(output_dir: Path) -> Path | None:
-    """Return the path of the newest committed checkpoint (with a manifest.json), or None.
-
-    Only the existence of manifest.json is checked.
-    """
+    """Return the path of the newest checkpoint that has a manifest.json, or None."""
     found = (directory for _, directory in numbered_checkpoints(output_dir))
     return next((directory for directory in found if (directory / MANIFEST).is_file()), None)
 
@@ -238,7 +235,7 @@ def rotate(output_dir: Path, run_id: str, keep: int | None) -> None:
 
 
 def make_room(output_dir: Path, run_id: str, keep: int | None, estimated_bytes: float) -> None:
-    """Delete old checkpoints until one more fits. Arguments and errors are those of `find_room`."""
+    """Delete old checkpoints until another one fits. Arguments and errors: see `find_room`."""
     for directory in find_room(output_dir, run_id, keep, estimated_bytes):
         logger.warning("%s is deleted before the save: its room is needed", directory)
         delete(directory)  # if the deletion fails, the save will report the full disk
@@ -251,10 +248,10 @@ def find_room(
 
     Return [] if the free space is enough. Leftovers of killed processes come first in the list.
     Then come the checkpoints that `rotate` would delete after the next save, oldest first, but
-    LEAST_KEPT (2) committed checkpoints stay. keep: as in `rotate`. run_id: None for a new run,
-    which can delete nothing. estimated_bytes: the size of a checkpoint before the first save. Later
-    the size of the newest committed checkpoint is used. Raises StorageError if deletions free too
-    little.
+    LEAST_KEPT (2) committed checkpoints stay. keep: the number of newest checkpoints that `rotate`
+    keeps. run_id: None for a new run, which can delete nothing. estimated_bytes: the size of a
+    checkpoint before the first save. After the first save, the size of the newest committed
+    checkpoint is used. Raises StorageError if deletions free too little.
     """
     committed: list[tuple[Path, Manifest]] = []
     deletable: list[Path] = []

@@ -241,7 +241,7 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """The total size of all files in bytes."""
+        """The total size in bytes of the checkpoint's files."""
         return sum(record.size_bytes for record in self.files.values())
 
 
@@ -259,7 +259,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Return the content of a checkpoint's manifest.json.
 
     The checkpoint may come from a stranger. So each listed path must be inside the checkpoint, and
-    must be a regular file or missing. Raises DamagedCheckpointError if a path is not or if
+    must be a regular file or missing. Raises DamagedCheckpointError if a path breaks this rule or
     manifest.json was changed, OSError if manifest.json cannot be read, and ConfigurationError if a
     later version of Stoker wrote it.
     """

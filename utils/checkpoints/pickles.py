@@ -1,9 +1,9 @@
 """Safe loading of checkpoints, which may come from a stranger.
 
-Pickles may create only objects of known classes. Files of names may name only files of the
-checkpoint. Trainer calls torch.load with weights_only=True. TORCH_FORCE_WEIGHTS_ONLY_LOAD makes
-DeepSpeed and torch.distributed.checkpoint do the same. torch unpickles the file `.metadata` of
-sharded checkpoints without any check. So this module checks `.metadata` first.
+Pickles may create only objects of known classes. Index files may name only files of the checkpoint.
+Trainer calls torch.load with weights_only=True. TORCH_FORCE_WEIGHTS_ONLY_LOAD makes DeepSpeed and
+torch.distributed.checkpoint do the same. torch unpickles the file `.metadata` of sharded
+checkpoints without any check. So this module checks `.metadata` first.
 """
 
 import io
@@ -37,9 +37,10 @@ METADATA_NAMES = re.compile(
 
 
 def guard_loading(strategy: str) -> None:
-    """Force weights_only=True for torch.load in this process, and allow the strategy's classes.
+    """Force weights_only=True for torch.load in this process; allow the strategy's classes.
 
-    Also turn off the CRC-32 sums of torch.save, which take time and which torch.load ignores.
+    strategy: the parallel strategy, whose checkpoints contain some classes. Also turn off the
+    CRC-32 sums of torch.save, which take time and which torch.load ignores.
     """
     set_crc32_options(False)
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)

@@ -213,8 +213,7 @@ class RunRecord:
         """Return the parsed content of a file, then a problem as text.
 
         For a file that cannot be read or parsed, the content is `None`. For a parsed file, the
-        problem says that the file was changed. The caller uses this text only if file and copy
-        differ.
+        problem says that the file was changed. The caller uses this text if file and copy differ.
         """
         try:
             return parse((self.directory / name).read_text(encoding="utf-8")), WRONG[name]
@@ -257,7 +256,7 @@ def is_run(directory: Path) -> bool:
 def copy_record(output_dir: Path, checkpoint: Path) -> None:
     """Copy config.yaml and provenance.json from output_dir into a new checkpoint.
 
-    If one is damaged, first restore it from an older checkpoint. If that fails, log a warning.
+    If a file is damaged, first restore the file from an older checkpoint, or else log a warning.
     """
     try:
         RunRecord(output_dir).restore()
@@ -286,7 +285,10 @@ def _parse_config(text: str) -> str:
 
 
 def _parse_provenance(text: str) -> dict[str, Any]:
-    """Parse the text of provenance.json and return its content; raise one of FAULTS if damaged."""
+    """Parse the text of provenance.json and return the content.
+
+    Raises an error in FAULTS, such as ValueError, if the text is damaged.
+    """
     content: dict[str, Any] = json.loads(text)
     starts, run_id = content["starts"], content.get("run_id")
     if run_id is not None and not RUN_ID.fullmatch(run_id):
@@ -299,7 +301,7 @@ def _parse_provenance(text: str) -> dict[str, Any]:
 
 
 def _fits(value: Any, shape: Any) -> bool:
-    """Return whether a value has the form `shape`. None has any form.
+    """Return whether a value has the form `shape`. None fits every shape.
 
     shape: a type, a function that checks the value, or a dict {field: shape}.
     """

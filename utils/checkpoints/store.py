@@ -83,8 +83,8 @@ class BackgroundWriter:
 
         Return None on all ranks if a node's memory has no room for the files of its ranks.
         own_bytes: the size of this rank's files in the previous save; None for the first save.
-        Before the first save, each node needs room for a whole checkpoint (`all_bytes`). Collective
-        over ranks.
+        Before the first save, each node needs room for a whole checkpoint (`all_bytes`).
+        Collective.
         """
         own = all_bytes if own_bytes is None else own_bytes
         rooms = on_every_rank(lambda: (host_name(), own, free_bytes()))
@@ -239,8 +239,9 @@ class Checkpoints:
     def commit(self, step: int, *, tokens: int) -> None:
         """Commit the checkpoint that Trainer wrote, then delete old checkpoints.
 
-        If Trainer wrote into /dev/shm, a background thread does both after this function returns.
-        tokens: the number of tokens trained on since step 0. Raises StorageError.
+        If Trainer wrote into /dev/shm, a background thread does both after this function returns,
+        and `finish` raises the thread's error. tokens: the number of tokens trained on since step
+        0. Raises StorageError.
         """
         target, background = self.directory(step), self.background
         if background is None or not self.staged:

@@ -40,8 +40,8 @@ class Toolkit:
     """A toolkit whose configs can be converted.
 
     marks: keys by which its configs are recognized. names: {the toolkit's key: Stoker's name}.
-    defaults: {Stoker's name: the toolkit's default}. winners: keys that decide if another key of
-    the same meaning is set, too. null_counts: whether null in a config replaces a default.
+    defaults: {Stoker's name: the toolkit's default}. winners: keys that overrule another key of the
+    same meaning. null_counts: whether null in a config replaces a default.
     """
 
     marks: Sequence[str]
@@ -167,8 +167,8 @@ class Conversion:
         """Add a setting to the training recipe.
 
         If `value` is Stoker's default, only add a note. If Stoker's setting refuses `value`, add a
-        change. comment: text after the value in the recipe. key: the config's key (default:
-        `name`).
+        change. comment: text after the value in the recipe. key: the config's key, or "" for
+        `name`.
         """
         key = key or name
         declaration = self.declared.get(name)

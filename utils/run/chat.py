@@ -132,9 +132,7 @@ class Printer(TextStreamer):
 
 
 class ChatModel:
-    """A model that answers chats, with its tokenizer and chat template.
-
-    A model without a chat template continues a single text.
+    """A model with its tokenizer and chat template. Without a template, the model continues a text.
 
     interrupted  whether Ctrl-C ended the last answer early
     """

@@ -40,9 +40,9 @@ Part = tuple[dict[str, Any], np.ndarray, np.ndarray]
 def show_step(run: Path, steps: str, as_json: bool, with_loss: bool) -> str:
     """Return a text with a list of the documents of `steps` ("N" or "A-B"), highest loss first.
 
-    as_json: write each document as one line of JSON. with_loss: compute the losses, which needs a
-    checkpoint before the first step. Raises ConfigurationError if `steps` is not in the run or if
-    the data of a step cannot be read.
+    as_json: write each document as one line of JSON. with_loss: compute the losses, with the newest
+    checkpoint before `steps`. Raises ConfigurationError if `steps` is not in the run or if the data
+    of a step cannot be read.
     """
     history, (begin, _, end) = read_run(run), steps.partition("-")
     first, last = (int(step) if step.isdecimal() else 0 for step in (begin, end or begin))
@@ -108,8 +108,7 @@ def documents_of_steps(history: History, steps: Iterable[int]) -> Iterator[Part]
 def _opened(history: History, start: int) -> tuple[PackedDataset, GlobalBatchSampler, Any]:
     """Open the data of a start again; return (dataset, batch sampler, tokenizer).
 
-    start: index of the start in `history.starts`. Raises ConfigurationError if the data has
-    changed.
+    start: the index in `history.starts`. Raises ConfigurationError if the data has changed.
     """
     entries = [one.entry for one in history.starts[: start + 1]]
     settings, entry = settings_in_force(history.path, entries), entries[-1] if entries else {}
@@ -164,8 +163,7 @@ def _printed(location: Location) -> str:
 def _add_losses(history: History, step: int, parts: Sequence[Part]) -> str:
     """Compute the losses and store each in its part's JSON dict; return a text for the user.
 
-    The text names the checkpoint, which is the newest before `step`, or says why there are no
-    losses.
+    The text names the checkpoint (the newest before `step`), or says why there are no losses.
     """
     steps = [manifest.step for manifest in history.checkpoints if manifest.step < step]
     if not steps:
@@ -185,7 +183,7 @@ def _add_losses(history: History, step: int, parts: Sequence[Part]) -> str:
 
 @torch.inference_mode()
 def _loss(model: Any, ids: np.ndarray, targets: np.ndarray) -> float | None:
-    """Return a document's mean loss over the tokens in the mask `targets`, or None without any."""
+    """Return a document's mean loss over tokens in the mask `targets`; None for an empty mask."""
     if not targets.any():
         return None
     tokens = torch.from_numpy(ids.astype(np.int64)).to(model.device)

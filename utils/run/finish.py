@@ -162,8 +162,8 @@ def leave_run(settings: RunSettings, launch: LaunchFacts, code: int) -> int:
     """Upload and benchmark final/, release the run lock, and return the process's exit code.
 
     The settings push_to_hub and lm_eval_tasks ask for upload and benchmark. Only rank 0 does both,
-    and a failure of either does not change the exit code. code: the result of `finish_run`. The
-    caller must delete the trainer before, because benchmarks need the memory.
+    and a failure of either does not change the exit code. code: the result of `finish_run`; SPENT
+    becomes DONE. The caller must delete the trainer before, because benchmarks need the memory.
     """
     args, tasks = settings.training, settings.run.lm_eval_tasks
     output_dir, push = settings.output_dir, settings.values["push_to_hub"]

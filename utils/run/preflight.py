@@ -45,7 +45,7 @@ STARTS_WITHOUT_PROGRESS = 3
 
 
 def check_same_start(settings: RunSettings, launch: LaunchFacts) -> None:
-    """Raise UnfitClusterError if a setting in CHOSEN, chosen by the machine, differs between ranks.
+    """Raise UnfitClusterError if bf16 or activation_checkpointing (CHOSEN) differs between ranks.
 
     Raise ConfigurationError if the ranks' files of --callbacks or --loss differ. Collective.
     """
@@ -207,7 +207,7 @@ def known_files(output_dir: Path) -> bool:
 def check_progress(
     starts: Sequence[Mapping[str, Any]], resume_from: str | None, job: Mapping[str, Any] | None
 ) -> None:
-    """Raise NoProgressError if three earlier starts of a requeued job resumed at this step.
+    """Raise NoProgressError if a requeued job has resumed three times at the step of this start.
 
     starts: the list in provenance.json. resume_from: the checkpoint of this start, or None for step
     0. job: the result of `slurm_job`. A job that was not requeued passes. Restarts inside a job

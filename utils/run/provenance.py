@@ -3,7 +3,8 @@
 A start is one execution of the script, and a resume is another start. config.yaml stays as the
 first start wrote it. The list `starts` in provenance.json has an entry for each start, with changed
 settings and with digests of data, tokenizer and model. A changed setting stays changed for all
-later starts. A setting that determines the numbers of a run (IDENTITY) needs --accept_changes.
+later starts. Settings such as the seed determine the numbers of a run (IDENTITY). To change one,
+the user has to give --accept_changes.
 """
 
 import datetime
@@ -149,10 +150,7 @@ LEFT_OPEN = (
 
 
 class Snapshot(NamedTuple):
-    """The settings of a start, and {setting: digests} of the inputs that settings name.
-
-    `_contents` makes the digests.
-    """
+    """The settings of a start, and digests of the inputs that settings name (see `_contents`)."""
 
     settings: Mapping[str, Any]
     contents: Mapping[str, Mapping[str, Any]]
@@ -246,7 +244,7 @@ def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def compare_samples(checkpoint: Path | None, plan: RunPlan) -> None:
     """Warn if a changed global batch makes the resumed run leave out or repeat samples.
 
-    checkpoint: the one to resume from; None for a new run.
+    checkpoint: the checkpoint to resume from; None for a new run.
     """
     if checkpoint is None:
         return
@@ -378,7 +376,7 @@ def _as_before(name: str, old: Any, new: Any) -> bool:
 
 
 def _why_harmless(name: str, before: Snapshot, now: Snapshot, *, resumes: bool) -> str:
-    """Return why a changed setting in NAMES_CONTENTS does not change results, or "" if it may."""
+    """Return why a new path or name in a setting does not change results, or "" if it may."""
     if name in WEIGHTS and resumes and not now.settings.get("use_peft"):
         return "the run resumes from weights of its own"  # LoRA's checkpoints have only adapters
     if name == "train_data":

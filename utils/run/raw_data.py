@@ -29,10 +29,9 @@ def prepare_raw_data(settings: RunSettings) -> None:
     """Tokenize the raw files of train_data and eval_data, unless this is already done.
 
     All ranks call this. Rank 0 starts worker processes, so that their memory is free before
-    training. The other ranks wait for at most a day, over gloo. A dry run tokenizes nothing: it
-    raises Answer with the command that tokenizes. Raises ConfigurationError if the files are larger
-    than LARGEST_BYTES (1 GB), if this is a Slurm job, or if the files have changed since the run
-    began.
+    training. The other ranks wait over gloo, at most a day. A dry run does not tokenize, but raises
+    Answer with the command that does. Raises ConfigurationError if the files are larger than
+    LARGEST_BYTES (1 GB), if this is a Slurm job, or if the files changed since the run began.
     """
     if (raw := settings.raw) is None:
         return

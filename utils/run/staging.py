@@ -79,7 +79,7 @@ def _stage(settings: RunSettings) -> dict[tuple[str, str], tuple[Path, Path]]:
 
 
 def _changed(copies: dict[tuple[str, str], tuple[Path, Path]]) -> list[tuple[str, str]]:
-    """Return the keys of `copies` whose original files changed after the copying; log a warning."""
+    """Return the keys of `copies` whose original files changed after the copying; warn of each."""
     changed = list[tuple[str, str]]()
     for split, (original, copy) in copies.items():
         try:
@@ -215,7 +215,10 @@ def _make_room(folder: Path, size: int) -> None:
 
 
 def _free_bytes(folder: Path) -> int:
-    """Return the bytes for copies. 5 % of a disk, or half of the memory for tmpfs, stays free."""
+    """Return the bytes that copies may take.
+
+    On a disk, 5 % of its size stays free. On a tmpfs, half of the free memory stays free.
+    """
     disk = shutil.disk_usage(folder)
     free = max(disk.free - disk.total // 20, 0)
     return min(free, memory_room_bytes() // 2) if _file_system(folder) == "tmpfs" else free

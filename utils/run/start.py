@@ -138,7 +138,10 @@ def _settle_hub(settings: RunSettings) -> bool:
 
 
 def _launch(settings: RunSettings) -> LaunchFacts:
-    """Check and return the launch. Rank 0 copies the checkpoint of --resume_from_checkpoint."""
+    """Check how the processes were launched, and return the launch.
+
+    Rank 0 copies the checkpoint of --resume_from_checkpoint into output_dir.
+    """
     install_stop_signals()
     os.environ |= group_sizes(settings.values.environment)  # accelerate reads them
     launch = check_launch()
