@@ -1,10 +1,10 @@
 """The status and report of runs, read from their directories without torch (status.py, report.py).
 
 history       reads a run directory: starts (executions of the script), log lines, checkpoints
-endings       the state of a start or a run (End), as a text for status.py and report.py
+endings       the state of a start or a run (End) and texts on this state for the user
 hours         GPU-hours by use (training, saves, ...), energy, and the end of max_gpu_hours
 run_state     the values that status.py shows of a run and of its job in Slurm's queue
-status_lines  prints runs as lines, a table or JSON; uploads wandb's offline files
+status_lines  shows runs as lines, a table or JSON; uploads wandb's offline files
 space         sizes of runs, datasets and caches; purge dates and quota; verified copies (--keep)
 findings      time spent, slow ranks, memory of ranks, settings that differ
 charts, page  the series of each chart, also for --png; pages of runs and folders (Jinja2, page.js)

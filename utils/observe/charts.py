@@ -1,4 +1,4 @@
-"""The charts of the report: series of at most some 1600 points, drawn by page.js or for --png."""
+"""The charts of the report: series of about 1600 points at most, drawn by page.js or for --png."""
 
 import math
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ _NO_CHART = {
 
 
 class Curves:
-    """The series of one run, each reduced to about `points` points that keep the extremes.
+    """A run's values as series for charts, each of about `points` points with the extreme values.
 
     colour: the index of the run's colour if several runs are compared.
     """
@@ -81,7 +81,10 @@ class Curves:
         self.seen = np.insert(seen[:, ~np.isnan(seen[1])], 0, 0.0, axis=1)
 
     def tokens(self, steps: Sequence[float]) -> list[float | None]:
-        """Return the tokens seen at each step, interpolated between logs; None if not logged."""
+        """Return the number of tokens that the run had seen at each of `steps`.
+
+        Numbers between two logs are interpolated. They are None if the run logged no tokens.
+        """
         if self.seen.shape[1] == 1:
             return [None] * len(steps)
         return [_short(at) for at in np.interp(steps, *self.seen).tolist()]
@@ -90,12 +93,12 @@ class Curves:
         self, label: str, key: str, lines: Sequence[Line] | None = None,
         style: str = "line", note: str = "",
     ) -> Chart | None:  # fmt: skip
-        """Return the values of `key` in the training logs, or in `lines`, as a series for a chart.
+        """Return `key` in log lines as a series for a chart; None if no value is finite.
 
-        The x axis can be steps, tokens or hours. Return None if no value is finite. A value that is
-        not finite leaves a gap in the curve. A line without the key is left out. label: the name in
-        the legend. note: a text for the legend. style: how the series is drawn (line, faint, dots,
-        points, marks, lost).
+        lines: None for the training logs. A line without the key is left out. A value that is not
+        finite leaves a gap in the curve. The x axis can be steps, tokens or hours. label: the name
+        in the legend. note: a text for the legend. style: how the series is drawn (line, faint,
+        dots, points, marks, lost).
         """
         lines = self.trained if lines is None else lines
         values = column(lines, key)
@@ -116,12 +119,15 @@ class Curves:
         }  # fmt: skip
 
     def evaluations(self, split: str | None, label: str, what: str = "loss") -> Chart | None:
-        """Return the series of a split's metric `what` in evaluations, or None (see `series`)."""
+        """Return a split's evaluations as a series of `what`, such as loss; None without values."""
         key = f"eval_{split}_{what}" if split else f"eval_{what}"
         return self.series(label, key, self.evaluated.get(split, []), "dots")
 
     def perplexities(self, smooth: Sequence[Line]) -> list[Chart | None]:
-        """Return the series of exp(loss): of the `smooth` training lines, then of each split."""
+        """Return a list of series of exp(loss): first training, then each split's evaluations.
+
+        smooth: training log lines with smoothed losses
+        """
         found = [self.series("train", "perplexity", _exponentials(smooth, "loss"))]
         for split, lines in self.evaluated.items():
             key = f"eval_{split}_loss" if split else "eval_loss"
@@ -144,9 +150,9 @@ class Curves:
         ], count
 
     def undone(self) -> list[Line]:
-        """Return the training log lines of steps that a later start of the script repeated.
+        """Return the training log lines whose steps a later start of the script repeated.
 
-        A line with a NaN loss after each start's lines separates the curves.
+        After the lines of each start comes a line with a NaN loss, which separates the curves.
         """
         found: list[Line] = []
         for start in self.run.starts:
@@ -161,7 +167,7 @@ def charts_of(
     memory: Sequence[Point] = (),
     waited: Sequence[Any] = (),
 ) -> list[Chart]:
-    """Return the charts of a run's report.
+    """Return the charts of the report on a run.
 
     found: spikes from `spikes_in`. memory: from `memory_by_rank`. waited: from `stragglers`.
     """
@@ -213,7 +219,10 @@ def charts_of(
 
 
 def _memory(curves: Curves, points: Sequence[Point]) -> list[Chart | None]:
-    """Return series: memory in training of each of the fullest ranks; memory in other phases."""
+    """Return series of memory: of the fullest ranks in training, and of each other phase.
+
+    points: from `memory_by_rank`
+    """
     by_name: dict[str, list[Line]] = {}
     for point in points:
         train = point["event"] == "train"
@@ -230,7 +239,7 @@ def _memory(curves: Curves, points: Sequence[Point]) -> list[Chart | None]:
 
 
 def _waiting(curves: Curves, names: Sequence[str]) -> Chart:
-    """Return the chart of the slowest ranks: one series per rank in `names`, one for all others."""
+    """Return the chart of the slowest ranks: one series per rank in `names`, one for the rest."""
     others = "other ranks"
     by_name: dict[str, list[Line]] = {name: [] for name in [*names, others]}
     for line in (line for line in curves.trained if "slowest_rank" in line):
@@ -240,7 +249,7 @@ def _waiting(curves: Curves, names: Sequence[str]) -> Chart:
 
 
 def charts_of_several(runs: Sequence[History]) -> list[Chart]:
-    """Return the charts that compare several runs, with one colour for each run."""
+    """Return the charts that compare several runs. Each run has one colour."""
     points = max(100, 2 * POINTS // len(runs))
     each = [(run.name, Curves(run, points, index)) for index, run in enumerate(runs)]
     smooth = [curves.series(name, "loss", curves.smoothed()[0]) for name, curves in each]
@@ -257,7 +266,11 @@ def charts_of_several(runs: Sequence[History]) -> list[Chart]:
 
 
 def starts_on_axes(run: History) -> list[dict[str, Any]]:
-    """Return label, step, tokens and hours for each start but the first, when it began to train."""
+    """Return marks for the x axes, which show where starts of a run began to train.
+
+    The first start and starts that never trained have no mark. A mark has label, step, tokens and
+    hours.
+    """
     curves, ran, marks = Curves(run), 0.0, []
     for index, start in enumerate(run.starts):
         if index and start.trained is not None:
@@ -271,7 +284,7 @@ def starts_on_axes(run: History) -> list[dict[str, Any]]:
 
 
 def draw_picture(charts: Sequence[Chart], title: str, path: Path) -> None:
-    """Draw the first five charts into a file, with steps on the x axis.
+    """Draw the first five charts into a picture file, with steps on the x axis.
 
     The suffix of `path` selects the format (.png, .svg). Raises ConfigurationError if matplotlib is
     not installed or the file cannot be written.
@@ -320,7 +333,7 @@ def _draw(axes: Any, chart: Chart) -> None:
 
 
 def _exponentials(lines: Sequence[Line], key: str) -> list[Line]:
-    """Return the lines with exp(`key`) added as `perplexity`, infinite for losses from 690 on."""
+    """Return the lines, each with exp(`key`) as `perplexity`; infinity for losses from 690."""
     losses = column(lines, key)
     values = np.exp(np.where(losses >= 690, math.inf, losses)).tolist()
     return [{**line, "perplexity": one} for line, one in zip(lines, values, strict=True)]
@@ -329,9 +342,10 @@ def _exponentials(lines: Sequence[Line], key: str) -> list[Line]:
 def _chart(
     title: str, unit: str, lines: Sequence[Chart | None], note: str = "", *, wide: bool = False
 ) -> Chart:
-    """Return a chart with the series that are not None, in colours by the order of the series.
+    """Return a chart of the series in `lines` that are not None. Each series gets its colour.
 
-    unit: the label of the y axis. note: a remark on the chart. wide: the full width of the page.
+    unit: the label of the y axis. note: a remark on the chart. wide: True if the chart is as wide
+    as the page.
     """
     kept = [line for line in lines if line is not None]
     own = [line for line in kept if line["colour"] is None]

@@ -1,4 +1,4 @@
-"""The state of a run or of a start of its script, and the reason, for status.py and report.py."""
+"""The state of a run or of one start of its script, and texts that explain it to the user."""
 
 import math
 import re
@@ -22,9 +22,9 @@ class Job:
     """A job in Slurm's queue, or a job that ended before its run began.
 
     id          for scancel: 123_4 in an array, 123 for all waiting tasks of the array
-    reason      Slurm's reason; the last line of the log if the job ended
+    reason      Slurm's reason for the state; for a job that ended, the last line of its log
     left_s      seconds until the time limit; None if the job waits or has no limit
-    started     unix seconds; None if the job waits
+    started     when the job started, in unix seconds; None if the job waits
     output_dir  the run directory, as slurm/submit.sh noted it
     log         the log file of a job that ended before its run began (state FAILED), else ""
     """
@@ -40,13 +40,13 @@ class Job:
 
     @property
     def failure(self) -> str:
-        """The message on a job that ended before its run began: the job's reason and log file."""
+        """The message that the job ended before its run began, with its reason and log file."""
         reason = self.reason.removeprefix("- ").rstrip(".")
         return f"job {self.id} ended before its run began: {reason}; log: {self.log}"
 
 
 class End(Enum):
-    """The state of a start or a run: a word for the user, and the evidence for this state."""
+    """The state of a start or a run: a word for the user, and the evidence for the state."""
 
     ALIVE = "running", "its lock has a recent heartbeat"
     SILENT = "running", "its lock has none, but Slurm runs its job"
@@ -72,7 +72,10 @@ class End(Enum):
 
 
 def end_of_start(run: History, start: Start, job: Job | None = None) -> End:
-    """Return the state of a start, from its log lines, its file in .lock and its job in Slurm."""
+    """Return the state of a start. Its log lines, lock file and Slurm job are the evidence.
+
+    job: the run's job in Slurm's queue, None if unknown
+    """
     owner, last, event = start.owner, start is run.starts[-1], start.last_event
     left = owner is None or owner.left
     alive = last and owner is not None and owner.alive
@@ -101,19 +104,23 @@ def end_of_start(run: History, start: Start, job: Job | None = None) -> End:
 
 
 def end_of_run(run: History, job: Job | None = None) -> End:
-    """Return the state of a run, which is the state of its last start."""
+    """Return the state of a run, which is that of its last start. job: as in `end_of_start`."""
     return end_of_start(run, run.starts[-1], job) if run.starts else End.UNKNOWN
 
 
 def steps_not_finite(run: History, start: Start) -> list[int]:
-    """Return the steps of a start with a loss or gradient that was NaN or infinite."""
+    """Return the steps at which a start had a NaN or infinite loss or gradient.
+
+    A file nonfinite-step-N.json records such a step. Files that were written before this start or
+    during a later start do not count.
+    """
     later = [other.began for other in run.starts if other.began > start.began]
     until = min(later, default=math.inf)
     return [one["step"] for one in run.nonfinite if start.began <= one["time"] < until]
 
 
 def pages_of_a_failure(run: History, end: End) -> list[Page]:
-    """Return the text files on the last start's failure (hang, out of memory), or []."""
+    """Return the text files that explain the last start's failure (hang, out of memory), or []."""
     if end.word not in ("failed", "interrupted"):
         return []
     since = run.starts[-1].began if run.starts else 0.0
@@ -121,7 +128,7 @@ def pages_of_a_failure(run: History, end: End) -> list[Page]:
 
 
 def start_in_words(run: History, start: Start) -> str:
-    """Return how a start ended, as a text in the report's table of starts."""
+    """Return how a start ended, as a text of the report's table of starts."""
     end = end_of_start(run, start)
     at = f"at step {start.last_step:,}" if start.trained is not None else "before training"
     if end is End.NOT_FINITE:
@@ -166,7 +173,7 @@ def run_in_words(run: History) -> tuple[str, str]:
 
 
 def evidence_in_words(run: History, end: End, job: Job | None) -> str:
-    """Return a text for the user with the evidence that a run has the state `end`."""
+    """Return the evidence for a run's state `end`, as a text for the user."""
     owner, step = (run.starts[-1].owner if run.starts else None), run.last_step
     if end in (End.QUEUED, End.STARTING) and job:
         ago = duration(max(time.time() - (job.started or 0.0), 0.0))
@@ -198,7 +205,7 @@ def evidence_in_words(run: History, end: End, job: Job | None) -> str:
 
 
 def cause_in_words(run: History, end: End) -> str | None:
-    """Return a text on why a run failed or was interrupted; None in any other state."""
+    """Return a text on why a run failed or was interrupted; None if `end` is another state."""
     if end.word not in ("failed", "interrupted"):
         return None
     if run.starts and run.starts[-1].error:
@@ -209,7 +216,10 @@ def cause_in_words(run: History, end: End) -> str | None:
 
 
 def advice(run: History, end: End, job: Job | None) -> str:
-    """Return a text with the next step for the user and its command."""
+    """Return a text that tells the user what to do next, with the command.
+
+    end: the state of the run. job: as in `end_of_start`.
+    """
     where = shlex.quote(str(run.path))
     if end is End.SILENT and job:
         return f"if that lasts, scancel {job.id} and submit the same command again"
@@ -234,7 +244,7 @@ def advice(run: History, end: End, job: Job | None) -> str:
 
 
 def _change_first(run: History, end: End) -> str:
-    """Return the first words of `advice`: what to change before the next start, or ""."""
+    """Return the beginning of `advice`: what to change before the next start; "" if nothing."""
     error = (run.starts[-1].error or "") if run.starts else ""
     if any(page.name.startswith("out-of-memory") for page in pages_of_a_failure(run, end)):
         return "change what the page says helps most, then "
@@ -249,9 +259,9 @@ def _change_first(run: History, end: End) -> str:
 
 
 def _command(run: History) -> str:
-    """Return the command line of the last start, from provenance.json.
+    """Return the command line that started the run last, from provenance.json.
 
-    In a Slurm job this is the command that slurm/submit.sh got.
+    In a Slurm job this is the command with which the user called slurm/submit.sh.
     """
     if not run.entry:
         return "the same command again"

@@ -31,14 +31,14 @@ Point = dict[str, Any]
 
 
 def number(value: Any) -> float | None:
-    """Return a logged value as a float; None for any other type, which a user's hook may log."""
+    """Return a logged number as a float; None for any other value that a user's hook logged."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     return None
 
 
 def column(lines: Sequence[Line], key: str) -> np.ndarray:
-    """Return the values of `key` in all log lines as a float64 array; NaN if the key is missing."""
+    """Return the values of `key` in log lines as a float64 array; a missing value is NaN."""
     values = [line.get(key) for line in lines]
     try:
         return np.array(values, dtype=float)
@@ -47,7 +47,7 @@ def column(lines: Sequence[Line], key: str) -> np.ndarray:
 
 
 def thinned(values: np.ndarray, points: int) -> np.ndarray:
-    """Return about `points` ascending indices into `values` that include the extremes.
+    """Return indices of about `points` of the `values`, in ascending order and with the extremes.
 
     `values` are divided into equal parts. The indices of the lowest and highest value of each part
     are returned.
@@ -64,7 +64,7 @@ def thinned(values: np.ndarray, points: int) -> np.ndarray:
 
 
 def where_the_hours_went(run: History) -> dict[str, float]:
-    """Return the seconds for each key of HOURS. Their sum is the time until the last start ended.
+    """Return {key of HOURS: seconds}. The seconds add up to the time until the last start ended.
 
     Work that a later start repeated counts as "lost". The time from the last log line of a failed
     or interrupted start to its end also counts as "lost".
@@ -86,10 +86,10 @@ def where_the_hours_went(run: History) -> dict[str, float]:
 
 
 def _seconds_before(start: Start, since: float | None) -> dict[str, float]:
-    """Return the seconds between the end of the previous start (`since`) and this start.
+    """Return {key of HOURS: seconds} for the time between the previous start's end and this start.
 
-    The seconds are by key of HOURS: "between", "queue" and "startup". Before the first start,
-    without `since`, the seconds count from the submission of the job. All seconds are "between" if
+    since: the previous start's end (None for a first start, whose time begins with the submission
+    of its job). The keys are "between", "queue" and "startup". All seconds are "between" if
     provenance.json has no start time of the job.
     """
     submitted, began = (number(start.job.get(f"{key}_time")) for key in ("submit", "start"))
@@ -102,7 +102,7 @@ def _seconds_before(start: Start, since: float | None) -> dict[str, float]:
 
 
 def _seconds_of(start: Start) -> dict[str, float]:
-    """Return the seconds of a start by key of HOURS, as far as the start's log lines show them."""
+    """Return {key of HOURS: seconds} of a start, as far as the start's log lines have times."""
     trained = [line for line in start.lines if line["event"] == "train"]
     first, step_time, wait, lost = (
         np.nan_to_num(column(trained, key))
@@ -121,7 +121,7 @@ def _seconds_of(start: Start) -> dict[str, float]:
 
 
 def memory_by_rank(run: History) -> list[Point]:
-    """Return the memory of each rank as points for a chart.
+    """Return the memory that each rank used, as a list of points for a chart.
 
     Only a sample of the log lines is read, including the lowest and highest values. A point has
     event, step, hours, rank (a text), key (DEVICE or HOST), gib, and `left`: the GiB that the
@@ -143,16 +143,17 @@ def memory_by_rank(run: History) -> list[Point]:
 
 
 def _ranks_of(run: History, lines: Sequence[Line]) -> list[list[dict[str, Any]]]:
-    """Return the field `memory_by_rank` of each log line, read again from metrics.jsonl."""
+    """Return the field `memory_by_rank` of each of `lines`, read again from metrics.jsonl."""
     with (run.path / FILE_NAME).open("rb") as file:
         whole = [read_line(file.readline()) for line in lines if file.seek(line["at"]) >= 0]
     return [(line or {}).get("memory_by_rank", []) for line in whole]
 
 
 def memory_table(points: Sequence[Point]) -> list[Point]:
-    """Return a row per phase: the point with the most memory, and the ranks' median at this step.
+    """Return a row for each phase: the point of `memory_by_rank` with the most memory.
 
-    Return [] if only one rank was logged, in one phase.
+    The row also has the median over ranks at the same step. Return [] if only one rank was logged,
+    in one phase.
     """
     rows = []
     for event, phase in PHASES.items():
@@ -165,12 +166,12 @@ def memory_table(points: Sequence[Point]) -> list[Point]:
 
 
 def slowest(line: Line) -> str:
-    """Return the name of the slowest rank in a training log line, such as `rank 3 (node-2)`."""
+    """Return the slowest rank's name in a training log line, such as `rank 3 (node-2)`."""
     return f"rank {line['slowest_rank']} ({line.get('slowest_host')})"
 
 
 def stragglers(run: History) -> list[dict[str, Any]]:
-    """Return the ranks that other ranks waited for, the longest wait first.
+    """Return a row for each rank that other ranks waited for; the longest wait comes first.
 
     seconds: how long the other ranks waited for this rank. share: `seconds` as a share of the time
     of all steps. logs: the share of logs that name this rank as the slowest.
@@ -192,7 +193,7 @@ def stragglers(run: History) -> list[dict[str, Any]]:
 
 
 def settings_that_differ(runs: Sequence[History]) -> list[tuple[str, list[Any]]]:
-    """Return (name, value of each run) of settings, versions and launch options that differ."""
+    """Return (name, list of the runs' values) of each setting, version or option that differs."""
     facts = []
     for run in runs:
         launch, git = run.entry.get("launch") or {}, run.entry.get("git") or {}
@@ -210,7 +211,7 @@ def settings_that_differ(runs: Sequence[History]) -> list[tuple[str, list[Any]]]
 
 
 def figures(run: History) -> dict[str, Any]:
-    """Return {name: number} of a run for the report's tables; None if a number is unknown."""
+    """Return {name: number} for the report's tables on a run; None for an unknown number."""
     last = run.trained[-1] if run.trained else {}
 
     def over_all(key: str, reduce: Callable[[Any], Any], logs: int = 0) -> float | None:

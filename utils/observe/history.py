@@ -69,22 +69,22 @@ class Start:
 
     @property
     def last_event(self) -> str | None:
-        """The event of the last line, without saves, because background saves are logged late."""
+        """The event of the last log line that is no save. Background saves are logged late."""
         return next((one["event"] for one in reversed(self.lines) if one["event"] != "save"), None)
 
     @property
     def last_step(self) -> int:
-        """The last logged step; without log lines, the step at which this start began."""
+        """The last logged step. If nothing was logged, the step at which this start began."""
         return max((line["step"] for line in self.lines), default=max(self.done, 0))
 
     @property
     def job(self) -> Mapping[str, Any]:
-        """The Slurm job of this start as in provenance.json; {} outside of Slurm."""
+        """The record of this start's Slurm job in provenance.json; {} outside of Slurm."""
         return self.entry.get("slurm") or {}
 
 
 class Evaluation(NamedTuple):
-    """One evaluation of a split. `accuracy` may be unknown (None)."""
+    """The result of one evaluation of a split. `accuracy` may be unknown (None)."""
 
     step: int
     loss: float
@@ -93,7 +93,7 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class Page:
-    """A text file for people (see PAGES). beside: names of all files in the folder of a profile."""
+    """A text file for people (see PAGES). beside: names of files in a profile's folder, else ()."""
 
     name: str
     text: str
@@ -138,12 +138,12 @@ class History:
 
     @cached_property
     def entry(self) -> Mapping[str, Any]:
-        """The newest start's entry in provenance.json, or {}. Starts without entry are skipped."""
+        """The newest entry of a start in provenance.json; {} if no start has an entry."""
         return next((start.entry for start in reversed(self.starts) if start.entry), {})
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The settings of the last start: the first start's settings with all later changes."""
+        """The settings of the last start: those of the first start with all later changes."""
         settings: dict[str, Any] = redacted(self.record.settings)
         for start in self.starts:
             settings |= start.entry.get("changed") or {}
@@ -151,22 +151,22 @@ class History:
 
     @cached_property
     def last_trained(self) -> Start | None:
-        """The last start that reached training, or None."""
+        """The last start that began to train, or None."""
         return next((start for start in reversed(self.starts) if start.trained is not None), None)
 
     @property
     def last_step(self) -> int | None:
-        """The last logged step of the last start that reached training, or None."""
+        """The last logged step of the last start that began to train, or None."""
         return self.last_trained.last_step if self.last_trained else None
 
     @property
     def last_logged(self) -> float | None:
-        """The time of the last log line in unix seconds, or None if there is no line."""
+        """The time of the last log line in unix seconds; None without log lines."""
         times = [start.lines[-1]["time"] if start.lines else start.trained for start in self.starts]
         return max((time for time in times if time is not None), default=None)
 
     def evaluations(self) -> dict[str, list[Evaluation]]:
-        """Return the evaluations of each split, in the order of the log."""
+        """Return {split: its evaluations as logged}. A split without a name is called "eval"."""
         found: dict[str, list[Evaluation]] = {}
         for line in (line for line in self.lines if line["event"] == "eval"):
             prefix = f"eval_{line['split']}" if line.get("split") else "eval"
@@ -176,7 +176,7 @@ class History:
         return found
 
     def time_left_s(self) -> float | None:
-        """Return the estimated seconds until `max_steps` at the last start's pace, if known."""
+        """Return the seconds until `max_steps` at the last start's pace; None if unknown."""
         if self.max_steps is None or self.last_step is None or not self.last_trained:
             return None
         own = [line for line in self.last_trained.lines if line["event"] == "train"]
@@ -228,7 +228,7 @@ def read_run(path: Path, *, whole: bool = True) -> History:
 
 
 def unix_s(text: Any) -> float | None:
-    """Return an ISO time as unix seconds, or None for another value."""
+    """Return unix seconds of a time in ISO format; None for any other value."""
     try:
         return datetime.datetime.fromisoformat(text).timestamp()
     except (TypeError, ValueError):
@@ -238,7 +238,7 @@ def unix_s(text: Any) -> float | None:
 def _read_journal(
     path: Path, whole: bool, damaged: list[str], missing: list[str]
 ) -> tuple[list[Line], list[Line], int]:
-    """Return (first lines, all lines or the last if not `whole`, number of damaged lines)."""
+    """Return (first lines, all lines if `whole` else the last lines, number of damaged lines)."""
     try:
         size, tail = path.stat().st_size, TAIL_BYTES
         lines, count = read_lines(path, last=None if whole else tail, ranks=False)
@@ -305,7 +305,7 @@ def _grouped(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]]) -> lis
 
 
 def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Start]:
-    """Yield each start with the fields `owner`, `ended` and `lost_steps`; mark its lost lines.
+    """Yield each start with its fields `owner`, `ended` and `lost_steps`; mark its lost lines.
 
     Also yield a start that acquired the run lock but died before it wrote to provenance.json.
     """

@@ -35,9 +35,9 @@ CO2 = "STOKER_CO2_G_PER_KWH"
 
 @dataclass(frozen=True)
 class Hours:
-    """The GPU-hours of a run: the hours of all starts of the script, times their ranks.
+    """The GPU-hours of a run: the hours of each start of the script, times the start's ranks.
 
-    parts: GPU-hours by key of PHASES. unit: GPU_HOURS or PROCESS_HOURS. kwh: energy in training, 0
+    parts: {key of PHASES: GPU-hours}. unit: GPU_HOURS or PROCESS_HOURS. kwh: energy in training, 0
     if unknown.
     """
 
@@ -57,9 +57,9 @@ class Hours:
 
 
 def hours_of(run: History) -> Hours:
-    """Return the GPU-hours of a run.
+    """Return the GPU-hours that a run used.
 
-    If the run took a checkpoint of another run, the other run's starts are not counted. These
+    If the run began from a checkpoint of another run, the other run's starts are not counted. These
     starts come first in provenance.json and have no file in .lock.
     """
     parts = dict.fromkeys(PHASES, 0.0)
@@ -82,9 +82,9 @@ def _ranks(start: Start) -> int:
 
 
 def _seconds(run: History, start: Start, before: Start | None) -> dict[str, float]:
-    """Return the seconds of a start by key of PHASES. Their sum is the start's time with GPUs.
+    """Return {key of PHASES: seconds} of a start. The seconds add up to the time it held its GPUs.
 
-    before: the previous start
+    before: the previous start, None for the first
     """
     spent = start.owner.spent if start.owner else {}
     saved = start.owner.saved if start.owner else {}
@@ -113,10 +113,10 @@ def _by_part(spent: Mapping[str, float]) -> dict[str, float]:
 
 
 def _before(start: Start, began: float, before: Start | None) -> tuple[str, float]:
-    """Return (key of PHASES, seconds): the time that the job held its GPUs before this start began.
+    """Return (key of PHASES, seconds) for the time in which the job held GPUs before a start began.
 
-    In a shell the seconds are 0, because other commands may have run before. Only the job scripts
-    count their restarts.
+    before: the previous start. In a shell the seconds are 0, because other commands may have run
+    before. Only the job scripts count their restarts.
     """
     restarts = start.job.get("restart_in_job")
     if restarts is None:
@@ -129,7 +129,7 @@ def _before(start: Start, began: float, before: Start | None) -> tuple[str, floa
 
 
 def end_of_budget(output_dir: Path, max_gpu_hours: float | None) -> float | None:
-    """Return the unix time at which this run will have used `max_gpu_hours`; None: no limit."""
+    """Return the unix time at which the run will have used `max_gpu_hours`; None: no limit."""
     run = read_run(output_dir, whole=False)
     if max_gpu_hours is None or not run.starts:
         return None
@@ -138,7 +138,7 @@ def end_of_budget(output_dir: Path, max_gpu_hours: float | None) -> float | None
 
 
 def amount(number: float) -> str:
-    """Format hours or kWh with three digits, and amounts below 0.001 as 0.
+    """Format hours or kWh: three significant digits, whole numbers from 1,000 on, 0 below 0.001.
 
     >>> amount(0.0123), amount(123.4), amount(12_345.6), amount(0.0001)
     ('0.0123', '123', '12,346', '0')
@@ -149,7 +149,10 @@ def amount(number: float) -> str:
 
 
 def sum_in_words(several: Sequence[Hours]) -> str:
-    """Return a text: total hours and energy of runs, and CO2 if STOKER_CO2_G_PER_KWH is set."""
+    """Return a text with the total hours and energy of several runs; "none" if both are 0.
+
+    If STOKER_CO2_G_PER_KWH is set, the text also has the mass of CO2.
+    """
     texts = []
     for unit in (GPU_HOURS, PROCESS_HOURS):
         if total := sum(hours.total for hours in several if hours.unit == unit):

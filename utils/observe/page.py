@@ -1,4 +1,4 @@
-"""report.html, rendered from page.html and page.js: a single file that needs no network."""
+"""The report (report.html) and the page of a folder: single HTML files that need no network."""
 
 import contextlib
 import json
@@ -53,10 +53,10 @@ logger = logging.getLogger(__name__)
 
 
 def run_directories(named: Sequence[Path], *, compare: bool) -> list[Path]:
-    """Return the run directories in `named`, and the runs directly inside other folders in `named`.
+    """Return the runs in `named`: each run directory, and all runs directly inside other folders.
 
-    compare: for a single named run, return all runs in its parent folder. Raises ConfigurationError
-    if a path is no run and contains no run.
+    compare: if `named` is a single run, return all runs in its parent folder. Raises
+    ConfigurationError if a path is no run and contains no run.
     """
     found: list[Path] = []
     problems = []
@@ -77,8 +77,9 @@ def run_directories(named: Sequence[Path], *, compare: bool) -> list[Path]:
 def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None) -> Path:
     """Write the report of one run, or a comparison of several; return the path of the HTML file.
 
-    output: the HTML file (None: report.html in the run, or here for several runs). picture: also
-    draw the charts into this file. Raises ConfigurationError if reading or writing fails.
+    output: the HTML file (None: report.html in the run, or in the working directory for several
+    runs). picture: an image file into which the charts are also drawn. Raises ConfigurationError if
+    reading or writing fails.
     """
     runs = [read_run(path) for path in paths]
     for run in runs:
@@ -105,7 +106,7 @@ def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None
 
 
 def write_at_the_end(output_dir: Path) -> None:
-    """Write report.html when a run ends. Only log an error, because the training is done."""
+    """Write report.html when a run ends. An error is only logged, because the training is done."""
     try:
         write_pages([output_dir], None, None)
     except Exception as error:
@@ -113,7 +114,7 @@ def write_at_the_end(output_dir: Path) -> None:
 
 
 def log_next_step(output_dir: Path) -> None:
-    """Log as the last line the user's next command: chat with the model, or resume the run."""
+    """Log the command that the user needs next, such as chat.py, and the path of report.html."""
     try:
         run = read_run(output_dir, whole=False)
         page = f"; report: {output_dir / FILE_NAME}" if (output_dir / FILE_NAME).is_file() else ""
@@ -123,10 +124,10 @@ def log_next_step(output_dir: Path) -> None:
 
 
 def write_folder_page(all_in: str | None, output: Path | None, refresh_s: float | None) -> Text:
-    """Write an HTML page of all runs in a folder; return a line that names the page.
+    """Write an HTML page on all runs in a folder; return a line with the page's path.
 
-    all_in: the folder (None: runs/). output: the page (None: runs.html in the folder). A browser
-    loads the page again after `refresh_s` seconds. Raises ConfigurationError.
+    all_in: the folder (None: runs/). output: the page (None: runs.html in the folder). refresh_s:
+    the browser loads the page again after so many seconds (None: never). Raises ConfigurationError.
     """
     folder = Path(all_in or "runs")
     users = sorted({user_of(path) for path in runs_below(folder)} - {UNKNOWN})
@@ -161,7 +162,10 @@ def write_folder_page(all_in: str | None, output: Path | None, refresh_s: float 
 
 
 def _small_curve(run: RunStatus) -> str:
-    """Return the loss as the points of an SVG polyline, 100 wide and 26 high; "" below two logs."""
+    """Return the run's losses as the points of an SVG polyline, 100 wide and 26 high.
+
+    Return "" if fewer than two finite losses are logged.
+    """
     points = sampled_losses(Path(run.run) / JOURNAL, CURVE_POINTS)
     if run.step is not None and run.loss is not None:
         points = [(step, loss) for step, loss in points if step < run.step] + [(run.step, run.loss)]
@@ -177,7 +181,7 @@ def _small_curve(run: RunStatus) -> str:
 
 
 def _link(page: Path, output: Path) -> str | None:
-    """Return the relative link from the file `output` to the report `page`, or None if missing."""
+    """Return a link to the report `page` relative to `output`'s folder; None if it is missing."""
     if not page.is_file():
         return None
     return quote(os.fsencode(os.path.relpath(page.resolve(), output.resolve().parent)))
@@ -191,7 +195,10 @@ def _write(output: Path, body: str, facts: dict[str, Any], data: dict[str, Any])
 
 
 def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
-    """Return the page as HTML. "<" in data is escaped, so no text can end the script element."""
+    """Return the page as HTML. "<" in `data` is escaped, so no text can end the script element.
+
+    facts: variables of the templates. data: JSON values for page.js.
+    """
     from jinja2 import Environment, FileSystemLoader
 
     environment = Environment(
@@ -212,7 +219,7 @@ def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
 
 
 def _facts_of_one(run: History) -> dict[str, Any]:
-    """Return the variables of the template page.html for one run."""
+    """Return {name: value}: variables of the page templates in one run's report."""
     memory = findings.memory_by_rank(run)
     seconds = findings.where_the_hours_went(run)
     samples = [line for line in run.lines if line["event"] == "samples"]
@@ -231,7 +238,7 @@ def _facts_of_one(run: History) -> dict[str, Any]:
 
 
 def _headline(run: History) -> dict[str, str]:
-    """Return texts on model, data, learning rate, batch, GPUs and hosts of a run, by name."""
+    """Return {name: text} on a run: model, data, learning rate, batch, GPUs and hosts."""
     settings, launch = run.settings, run.entry.get("launch") or {}
     data = settings.get("train_data") or ()
     model = str(settings.get("model_name_or_path") or settings.get("model_config") or "")
@@ -264,16 +271,16 @@ def _exponential(loss: float) -> float:
 
 
 def _shortened(text: Any) -> str:
-    """Return a sample's first characters, with known secrets masked."""
+    """Return the first characters of a sample's text, with known secrets masked."""
     shown, most = redact(str(text)), SHOWN["characters"]
     return shown[:most] + "..." * (len(shown) > most)
 
 
 def _start_rows(run: History) -> list[dict[str, Any]]:
-    """Return the rows of the report's table of starts, with positions on a time bar.
+    """Return the rows of the report's table of starts. A row places the start on a time bar.
 
-    left, width: position on the time bar, in percent of the bar. useful: the percentage of `width`
-    that no failure or interruption lost.
+    left, width: begin and length in percent of the bar. useful: the percentage of `width` that no
+    failure or interruption lost.
     """
     begin, end = run.starts[0].began, max(start.ended for start in run.starts)
     whole = max(end - begin, 1e-9)

@@ -1,4 +1,4 @@
-"""`RunStatus`: the values that status.py shows of a run and its job in Slurm's queue."""
+"""The values that status.py shows of a run and of its job in Slurm's queue (RunStatus)."""
 
 import contextlib
 import datetime
@@ -46,9 +46,9 @@ class RunStatus:
     because: the reason for `state`. evaluations: newest loss and step of each split. left_s:
     training time left, without waiting in the queue. memory_left_gib: on the fullest GPU. slowest:
     the slowest rank, and the share of each step that other ranks wait for it. error: why the last
-    start failed. pages: files on this failure (hang, out of memory). advice: what the user can do
-    next. damaged: unreadable files. skipped_lines: number of damaged lines in metrics.jsonl.
-    refused: why the newest start failed its checks; `state` is then that of an earlier start.
+    start failed. pages: text files on this failure (hang, out of memory). advice: what the user can
+    do next. damaged: unreadable files. skipped_lines: number of damaged lines in metrics.jsonl.
+    refused: why the newest start failed its checks; `state` is then the state of an earlier start.
     hours: GPU-hours of all starts. owner: the user to whom the directory belongs.
     """
 
@@ -101,9 +101,9 @@ def runs_below(directory: Path) -> list[Path]:
 def runs_of_folder(
     all_in: str | None, jobs: Mapping[str, Job]
 ) -> tuple[list[RunStatus], dict[str, str], list[Job]]:
-    """Return (status of each run in a folder, names of the runs by path, Slurm jobs without a run).
+    """Return (list of the status of each run in a folder, {path: name}, Slurm jobs without a run).
 
-    all_in: the folder (None: runs/). The names are relative to the folder. jobs: from
+    all_in: the folder (None: runs/). A name is the path relative to the folder. jobs: from
     `queued_jobs`. Raises ConfigurationError if the folder `all_in` does not exist.
     """
     folder = Path(all_in or "runs")
@@ -123,9 +123,9 @@ def runs_of_folder(
 
 
 def sums_of_hours(runs: Sequence[RunStatus], names: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return (name, text with hours and energy) for all runs together, each user and each folder.
+    """Return [(name, text with hours and energy), ...] for all runs together, each user and folder.
 
-    names: the name of each run relative to the listed folder
+    names: {path of a run: its path relative to the listed folder}
     """
     groups: dict[str, list[Hours]] = {"all runs": []}
     for run in runs:
@@ -137,9 +137,10 @@ def sums_of_hours(runs: Sequence[RunStatus], names: Mapping[str, str]) -> list[t
 
 
 def queued_jobs(users: Sequence[str] = ()) -> dict[str, Job]:
-    """Return {job id: job} of the jobs of this user and of `users` in Slurm's queue.
+    """Return {job id: job} of the jobs in Slurm's queue that belong to this user or to `users`.
 
-    Submitted jobs that ended before their run began are included. Return {} without squeue.
+    Submitted jobs that ended before their run began are included. Return {} if squeue is missing or
+    fails.
     """
     if shutil.which("squeue") is None:
         return {}
@@ -168,7 +169,10 @@ def queued_jobs(users: Sequence[str] = ()) -> dict[str, Job]:
 
 
 def _last_words(log: Path, run: Path, job: str) -> str:
-    """Return the last line of a job's log, "" if the log is old or the job's run began."""
+    """Return the last line of a job's log. Return "" if the log is old or the job's run began.
+
+    run: the run directory of the job. job: the job's id.
+    """
     if not log.is_file():
         return ""
     ended = log.stat().st_mtime
@@ -182,7 +186,10 @@ def _last_words(log: Path, run: Path, job: str) -> str:
 
 
 def _began(run: Path, job: str, ended: float) -> bool:
-    """Return whether a job began the run in a directory, or a start came after the job's end."""
+    """Return whether a job began its run, or another start began this run after the job's end.
+
+    run: the run directory. job: the job's id. ended: unix seconds.
+    """
     starts = RunRecord(run, lenient=True).starts if is_run(run) else []
     slurm = [start.get("slurm") or {} for start in starts]
     ours = (job in (one.get("job_id"), one.get("array_job_id")) for one in slurm)
@@ -190,7 +197,10 @@ def _began(run: Path, job: str, ended: float) -> bool:
 
 
 def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
-    """Return the status of the run in a directory. Raises ConfigurationError if there is no run."""
+    """Return the status of the run in a directory. Raises ConfigurationError if it has no run.
+
+    jobs: from `queued_jobs`
+    """
     own = str(directory.resolve())
     failed = next((job.failure for job in jobs.values() if job.log and job.output_dir == own), None)
     jobs = {id_: job for id_, job in jobs.items() if not job.log}
@@ -248,7 +258,10 @@ def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
 
 
 def _why_no_run(directory: Path, jobs: Mapping[str, Job], failed: str | None) -> str:
-    """Return why a directory is not a run. failed: how the last job for it ended, if known."""
+    """Return a message that says why a directory is no run.
+
+    failed: a message on the last job for this directory if that job failed, else None
+    """
     own = str(directory.resolve())
     shown = {job.id: f"{job.id} ({job.name}, {job.state})" for job in jobs.values()}
     begins = next((job.id for job in jobs.values() if job.output_dir == own), None)
@@ -260,14 +273,14 @@ def _why_no_run(directory: Path, jobs: Mapping[str, Job], failed: str | None) ->
 
 
 def user_of(directory: Path) -> str:
-    """Return the name of the user who owns a directory, or UNKNOWN."""
+    """Return the name of the user who owns a directory, or UNKNOWN if the user has no name."""
     with contextlib.suppress(OSError, KeyError):  # a user without a name, as in a container
         return directory.owner()
     return UNKNOWN
 
 
 def _refusal(run: History) -> str | None:
-    """Return the error of the newest start's failed checks and its age as a text, or None."""
+    """Return a text with the error and age of the newest start if its checks failed, else None."""
     if run.refused is None:
         return None
     why = run.refused.error or "a start ended before training"

@@ -1,8 +1,8 @@
 """Disk space: the output of `status.py --space`, and the verified copies of `status.py --keep`.
 
-`--space` deletes nothing. `--keep` copies into a hidden folder and moves the folder to its place
-after all files are verified. The run may train meanwhile: a committed checkpoint does not change,
-and the journal only gets more lines.
+`--space` deletes nothing. `--keep` copies into a hidden folder. After all files are verified, this
+folder is moved to its place. The run may train meanwhile, because a committed checkpoint does not
+change and the journal only gets more lines.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ QUOTA_S = 5.0
 
 @dataclass
 class Space:
-    """The files of a run, dataset or cache.
+    """The disk space of a run, dataset or cache.
 
     parts: bytes of "checkpoints", "final" and "logs" (all other files). oldest: time in unix
     seconds and path of the oldest file. unread: errors of folders that cannot be read.
@@ -46,9 +46,9 @@ class Space:
 
 
 def show_space(folder: Path) -> str:
-    """Return a text: sizes of runs, datasets and caches, purge dates, quota, unneeded files.
+    """Return the text of `status.py --space`: sizes, purge dates, quota and checkpoints not needed.
 
-    Raises ConfigurationError for a missing folder and wrong STOKER_PURGE_ variables.
+    Raises ConfigurationError if the folder is missing or a STOKER_PURGE_ variable is wrong.
     """
     days = os.environ.get("STOKER_PURGE_DAYS") or "0"
     purged_by = os.environ.get("STOKER_PURGE_BY") or "mtime"
@@ -94,11 +94,11 @@ def show_space(folder: Path) -> str:
 
 
 def find_spaces(folder: Path, unread: list[OSError]) -> dict[Path, str]:
-    """Return {path: "run", "dataset" or "cache"}: runs and datasets below a folder, and the caches.
+    """Return {path: "run", "dataset" or "cache"}: runs and datasets below a folder, and caches.
 
-    Links are followed only in the folder itself, because runs/ is often a link. The
-    runs in benchmarks/results come with the repository and are left out. `unread` gets an error
-    for each folder that cannot be read.
+    Links are followed only in the folder itself, because runs/ is often a link. The runs in
+    benchmarks/results come with the repository and are left out. Errors of folders that cannot be
+    read are appended to `unread`.
     """
     links = sorted(path for path in folder.iterdir() if path.is_symlink() and path.is_dir())
     found, seen = dict[Path, str](), set[Path]()
@@ -125,9 +125,10 @@ def _is_below_home(path: Path) -> bool:
 
 
 def measure(folder: Path, purged_by: str, seen: set[tuple[int, int]]) -> Space:
-    """Return the disk space of a folder, without files in `seen`; add the files to `seen`.
+    """Return the disk space of a folder, without files in `seen`. Add the other files to `seen`.
 
-    purged_by: the time that dates the oldest file, atime or mtime. seen: (device, inode) of files.
+    purged_by: the time that decides which file is the oldest, atime or mtime. seen: (device, inode)
+    of files.
     """
     space = Space()
     for top, folders, names in os.walk(folder, onerror=space.unread.append):
@@ -148,7 +149,7 @@ def measure(folder: Path, purged_by: str, seen: set[tuple[int, int]]) -> Space:
 
 
 def _quota(folder: Path) -> Iterator[str]:
-    """Yield the output lines of the commands `quota` and `lfs quota`."""
+    """Yield the output lines of `quota` and `lfs quota`, or a line that neither is installed."""
     commands = ["quota", "-s"], ["lfs", "quota", "-h", str(folder)]
     there = [command for command in commands if shutil.which(command[0])]
     if not there:
@@ -165,10 +166,10 @@ def _quota(folder: Path) -> Iterator[str]:
 
 
 def keep_run(run: Path, say: Callable[[str], None]) -> None:
-    """Copy final/, record, journal, report, newest and best checkpoint of a run to STOKER_ARCHIVE.
+    """Copy a run's final/, record, journal, report, newest and best checkpoint to STOKER_ARCHIVE.
 
     An earlier copy stays until the new copy is complete. If the earlier copy has files that the run
-    has lost, raise StorageError and change nothing. `say` prints progress. Raises
+    has lost, raise StorageError and change nothing. say: prints a line of progress. Raises
     ConfigurationError, StorageError, OSError.
     """
     archive = _archive_for(run)
@@ -224,7 +225,7 @@ def keep_run(run: Path, say: Callable[[str], None]) -> None:
 
 
 def _copy_of(run: Path) -> Path | None:
-    """Return the path of a run's copy in STOKER_ARCHIVE; None unless it has all logs of the run."""
+    """Return the path of a run's copy in STOKER_ARCHIVE; None unless it has all the run's logs."""
     copy = Path(os.environ.get("STOKER_ARCHIVE", "(not set)"), run.resolve().name)
     records = [RunRecord(each, lenient=True).run_id for each in (run, copy) if is_run(each)]
     sizes = [(each / JOURNAL).stat().st_size for each in (run, copy) if (each / JOURNAL).is_file()]
@@ -233,7 +234,7 @@ def _copy_of(run: Path) -> Path | None:
 
 
 def _archive_for(run: Path) -> Path:
-    """Return the path STOKER_ARCHIVE. Raises ConfigurationError if it cannot take the run."""
+    """Return the path in STOKER_ARCHIVE. Raises ConfigurationError if the run cannot go there."""
     named = os.environ.get("STOKER_ARCHIVE") or "(not set)"
     archive = Path(named).resolve()
     target = archive / run.resolve().name
@@ -251,9 +252,9 @@ def _archive_for(run: Path) -> Path:
 
 
 def _lost_files(copy: Path, names: list[str], step: int) -> list[str]:
-    """Return the files and later checkpoints of an earlier copy that the run has lost.
+    """Return names of files and checkpoints that an earlier copy has and the run has lost.
 
-    names: the run's files. step: the run's newest checkpoint.
+    names: the run's files. step: the run's newest checkpoint. Only later checkpoints count.
     """
     there = [name for name in files.list_files(copy) if not name.startswith("checkpoint-")]
     later = [path.name for at, path in discovery.numbered_checkpoints(copy) if at > step]
@@ -261,9 +262,9 @@ def _lost_files(copy: Path, names: list[str], step: int) -> list[str]:
 
 
 def _copy_journal(journal: Path, copy: Path) -> list[str]:
-    """Copy the journal, if there is one; return problems as texts.
+    """Copy the journal if the run has one; return problems as a list of texts.
 
-    The run may append lines meanwhile.
+    The run may append lines meanwhile, which is no problem.
     """
     if not journal.is_file():
         return []

@@ -42,7 +42,10 @@ CUT_OFF = "incomplete record"  # in wandb's message about a file whose end is mi
 def show_runs(
     directories: Sequence[str], all_in: str | None, as_json: bool
 ) -> str | RenderableType:
-    """Return the status of runs: JSON, lines (for `directories`) or a table (for `all_in`)."""
+    """Return the status of runs, as JSON text or for the terminal.
+
+    directories: runs to show as lines. all_in: a folder whose runs are shown as a table.
+    """
     jobs = queued_jobs()
     if directories and all_in is None:
         runs = [read_status(Path(directory), jobs) for directory in directories]
@@ -62,7 +65,7 @@ def show_runs(
 
 
 def show_nodes(as_json: bool) -> str | RenderableType:
-    """Return the ledger of bad nodes: JSON, or a table with the latest fault first.
+    """Return the ledger of bad nodes: JSON text, or a table with the latest fault first.
 
     Raises ConfigurationError if the ledger cannot be read.
     """
@@ -90,7 +93,7 @@ def show_nodes(as_json: bool) -> str | RenderableType:
 
 
 def show_spikes(run: Path, as_json: bool) -> str:
-    """Return a run's spikes of loss and gradient norm with the next commands, as text or JSON."""
+    """Return a run's spikes of loss and gradient norm: JSON, or text with the next commands."""
     history = read_run(run)
     found = [*spikes_in(history.trained, "grad_norm"), *spikes_in(history.trained)]
     if as_json:
@@ -103,9 +106,9 @@ def show_spikes(run: Path, as_json: bool) -> str:
 
 
 def display(look: Callable[[], str | RenderableType], watch_s: float | None) -> int:
-    """Print the result of `look`; return exit code 0.
+    """Call `look` and print its result; return exit code 0.
 
-    watch_s: call and print again every `watch_s` seconds until Ctrl-C. A text (JSON) is printed
+    watch_s: repeat this every `watch_s` seconds until Ctrl-C (None: once). JSON text is printed
     once.
     """
     first = look()
@@ -229,12 +232,13 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
 
 
 def sync_wandb(directories: Sequence[str], all_in: str | None) -> int:
-    """Upload offline wandb files that are not uploaded yet; return exit code 0.
+    """Upload the offline wandb files of runs that are not uploaded yet; return exit code 0.
 
-    The file of a running start is left for later, because wandb accepts a file only once. The file
-    of a killed start is uploaded as far as it is complete; `wandb sync` alone would upload it again
-    at each call, and never reach later starts. The key is WANDB_API_KEY (from the environment or
-    `.env`) or that of `wandb login`. Raises ConfigurationError if an upload fails.
+    directories, all_in: as in `show_runs`. The file of a running start is left for later, because
+    wandb accepts a file only once. The file of a killed start is uploaded as far as it is complete.
+    Without this function, `wandb sync` would upload it again at each call and never reach later
+    starts. The key is WANDB_API_KEY (from the environment or `.env`) or that of `wandb login`.
+    Raises ConfigurationError if an upload fails.
     """
     runs = [Path(each) for each in directories] or runs_below(Path(all_in or "runs"))
     load_env_file()
