@@ -99,8 +99,9 @@ sbatch=$!
 export -n STOKER_SUBMITTED # for jobs alone
 if ! IFS= read -r line <&"$answer"; then
   wait "$sbatch" && exit || code=$? # with sbatch's exit code and message
-  # What there is, unless sbatch could not read its options (255).
-  ((code == 255)) || sinfo -o "%20P %12l %6D %6c %10m %20G %f" >&2 || true
+  # Print the partitions, unless sbatch could not read its options (255).
+  ((code == 255)) || { sinfo -o "%20P %12l %6D %6c %10m %20G %f" 2>/dev/null; } >&2 ||
+    say "Slurm does not answer. Without Slurm: slurm/launch_node.sh SCRIPT ARGUMENTS"
   exit "$code"
 fi
 job=${line%%;*} on=()

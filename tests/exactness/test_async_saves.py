@@ -62,7 +62,7 @@ def test_a_rank_that_is_killed_or_fails_in_the_background_loses_no_checkpoint(
 
 
 def test_a_data_worker_that_is_killed_during_a_copy_costs_no_checkpoint(pretraining, tmp_path):
-    """The rank ends with 76, for a restart, after both ranks have committed the checkpoint."""
+    """The rank ends with 76 (restart) after both ranks have committed the checkpoint."""
     whole, run, memory = (tmp_path / name for name in ("whole", "run", "memory"))
     memory.mkdir()
     settings = SETTINGS | {"async_save": "true", "dataloader_num_workers": 1, "max_steps": 40}

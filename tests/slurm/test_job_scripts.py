@@ -140,6 +140,10 @@ def test_submit_makes_no_job_where_sbatch_makes_none(stand_ins):
     done = stand_ins.run("slurm/submit.sh", "-N2", TRAIN, "--time=9", "train.py", "--timer")
     told = f"note:    --time stands after {TRAIN}, so sbatch does not read it: options of sbatch"
     assert done.stdout == f"{told} stand before the job script\n"
+    (stand_ins.commands / "sinfo").write_text("#!/bin/bash\necho 'sinfo: error' >&2\nexit 1\n")
+    stand_ins.sbatch_says("", 1)
+    told = "Slurm does not answer. Without Slurm: slurm/launch_node.sh SCRIPT ARGUMENTS\n"
+    assert stand_ins.run("slurm/submit.sh", TRAIN).stdout == told
     for words in ([], ["--check"], ["-N2"], ["--wrap=hostname"]):
         done = stand_ins.run("slurm/submit.sh", *words)
         assert done.returncode == 2
