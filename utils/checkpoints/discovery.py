@@ -218,8 +218,8 @@ def most_at_once(keep: int | None, saves: int) -> int:
 
     keep: the number of newest checkpoints that stay (None: all). saves: the number of saves in the
     run. The checkpoint that is being saved counts. Before a save `make_room` deletes the oldest
-    checkpoint if space is short, but leaves LEAST_KEPT (2). So the result is at least three for any
-    `keep`, but never more than `saves`.
+    checkpoint if space is short, but leaves LEAST_KEPT (2). So the result is at least three even if
+    `keep` is smaller, but never more than `saves`.
     """
     return saves if keep is None else min(saves, max(keep, LEAST_KEPT + 1))
 
@@ -297,8 +297,8 @@ def deletable_checkpoints(output_dir: Path) -> list[Path]:
 
     The best checkpoint and the newest LEAST_KEPT (2) whole checkpoints stay. A whole checkpoint has
     no missing or truncated file. Renamed checkpoints such as damaged.checkpoint-7 are in the list.
-    Checkpoints newer than the newest whole one are not, because a save may be in progress. If no
-    checkpoint is whole, return []: a person has to decide which checkpoint to repair.
+    Checkpoints newer than the newest whole one are left out, because a save may be in progress. If
+    no checkpoint is whole, return []: a person has to decide which checkpoint to repair.
     """
     if not (whole := whole_checkpoints(output_dir)):
         return []

@@ -108,9 +108,9 @@ def run_callbacks(
 def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
     """Evaluate at the last step, write final/ in the type `save_dtype`; return the exit code.
 
-    A run that was stopped early does neither, because the next start resumes the run. Its exit code
-    is STOPPED, or SPENT if max_gpu_hours stopped the run. Raises ConfigurationError, before final/
-    is written, if another job has locked the run directory.
+    A run that was stopped early is not evaluated and gets no final/, because the next start resumes
+    the run. The result is then STOPPED, or SPENT if max_gpu_hours stopped the run. Raises
+    ConfigurationError, before final/ is written, if another job has locked the run directory.
     """
     state, output_dir = trainer.state, Path(str(trainer.args.output_dir))
     average = trainer.callbacks.average

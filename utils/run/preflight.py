@@ -139,7 +139,7 @@ def check_place(plan: RunPlan) -> str:
 
 
 def _probe(mark: Path) -> None:
-    """Append to rank 0's temporary file `mark`, from another host.
+    """Append to rank 0's temporary file `mark` from this host.
 
     Raises StorageError if this host does not see the file or cannot write to it.
     """
@@ -174,7 +174,7 @@ def _not_writable(output_dir: Path, reason: str) -> StorageError:
 
 
 def known_files(output_dir: Path) -> bool:
-    """Return True if output_dir has a run, False if it has no run.
+    """Return whether output_dir has a run.
 
     Raises ConfigurationError for files that no start of a run wrote, and for a link in place of a
     run's file.

@@ -193,7 +193,7 @@ class Change:
 
 
 def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
-    """Return {field: value} for provenance.json: digests of this start's inputs, package versions.
+    """Return {field: value} for provenance.json: digests of this start's inputs; package versions.
 
     The inputs are data, tokenizer, model and own code. Only rank 0 calls this.
     """
