@@ -1,4 +1,4 @@
-"""Helpers for the other packages of utils. From these packages they import only config.errors.
+"""Helpers for the other packages of utils. The package host imports only config.errors of them.
 
 atomic_files  atomic writes, checked file names, locked directories, the disk cache
 machine       host name, rank, processor and memory

@@ -148,7 +148,7 @@ def remove_abandoned(base: Path, prefix: str) -> list[Path]:
 
 
 def cache_root() -> Path:
-    """Return the folder of the disk cache."""
+    """Return the folder of the disk cache (default: ~/.cache/stoker)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stoker"
 
 

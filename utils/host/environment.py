@@ -54,7 +54,7 @@ def without_indices(variable: str) -> str:
 
 
 def _with_effect(variable: str) -> str:
-    """Return NAME=VALUE. If EFFECTS has the variable, its effect follows in parentheses."""
+    """Return NAME=VALUE. A known effect of the variable (EFFECTS) follows in parentheses."""
     name = variable.partition("=")[0]
     effects = (text for text, names in EFFECTS.items() if re.fullmatch(names, name))
     return variable + "".join(f" ({text})" for text in effects)
@@ -77,9 +77,9 @@ def report_environment() -> None:
 
 
 def _raise_open_files() -> str:
-    """Raise this process's limit of open files to OPEN_FILES, or as far as the system allows.
+    """Raise this process's limit of open files to OPEN_FILES (4,096), or as far as allowed.
 
-    Return a warning if the system allows fewer than OPEN_FILES, else "".
+    Return a warning if the system allows fewer open files, else "".
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES:

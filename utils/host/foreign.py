@@ -66,7 +66,7 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(what: str | Path) -> Iterator[None]:
-    """Context manager: begin the messages of a ConfigurationError with `what` if they lack it."""
+    """Context manager: put `what` before a ConfigurationError's messages if they lack `what`."""
     try:
         yield
     except ConfigurationError as error:

@@ -1,4 +1,4 @@
-"""Seconds that a process spent in each phase of a run, such as training (see progress.Phase)."""
+"""Seconds that a process spent in each phase of a run. The phases: callbacks.progress.Phase."""
 
 import time
 from typing import Any
@@ -27,7 +27,7 @@ class PhaseTimes:
         self.now = (phase, time.monotonic(), spent)
 
     def take_hang(self, silent_s: float) -> None:
-        """Move the last `silent_s` seconds from the current phase to the phase HUNG."""
+        """Move the last `silent_s` seconds from the current phase to the phase "hanging" (HUNG)."""
         phase, spent = self.now[0], self.seconds()
         silent_s = min(silent_s, spent[phase])
         spent |= {phase: spent[phase] - silent_s, HUNG: silent_s}

@@ -39,9 +39,9 @@ _FORMS = re.compile(
 def load_env_file(path: str | os.PathLike[str] = ".env") -> list[str]:
     """Set missing environment variables for tokens from a `.env` file; return the names set.
 
-    Only the variables in TOKEN_NAMES are read. Other lines of the file are ignored with a warning.
-    The file may be missing. Raises ConfigurationError for a file that other users can read or
-    change. No message shows a value.
+    Only the variables in TOKEN_NAMES, such as HF_TOKEN, are read. Other lines of the file are
+    ignored with a warning. The file may be missing. Raises ConfigurationError for a file that other
+    users can read or change. No message shows a value.
     """
     from io import StringIO
 

@@ -1,10 +1,10 @@
 """Loss spikes: the rule of `on_spike: stop`, `status.py RUN --spikes` and the report.
 
-A logged value is a spike if it is not finite, or more than DEVIATIONS deviations above the median
-of the previous WINDOW values. The first SHORTEST values are never spikes. The rule compares the
-logarithms of the values, because losses of small batches and gradient norms have a long tail, and
-their logarithms have none. A deviation is 1.4826 times the median distance from the median (an
-estimate of the standard deviation), and at least LEAST, about 1 %.
+A logged value is a spike if it is not finite, or more than 8 (DEVIATIONS) deviations above the
+median of the previous 64 (WINDOW) values. The first 16 (SHORTEST) values are never spikes. The rule
+compares the logarithms of the values, because losses of small batches and gradient norms have a
+long tail, and their logarithms have none. A deviation is 1.4826 times the median distance from the
+median (an estimate of the standard deviation), and at least 0.01 (LEAST), about 1 %.
 """
 
 import math
@@ -26,9 +26,9 @@ SMALLEST = 1e-9  # replaces 0, the loss of a step without loss tokens
 class Spike:
     """A spike: one or several consecutive log lines with a value far above the earlier values.
 
-    step, last_step: the steps of the first and the last of these lines. begin: the first line is a
-    mean over steps, and this is the first of them. value: the highest value. before: the median of
-    the earlier values. score: the number of deviations between `before` and `value`.
+    step, last_step: the steps of the first and the last of these lines. begin: the first of the
+    steps over which the first line's value is a mean. value: the highest value. before: the median
+    of the earlier values. score: the number of deviations between `before` and `value`.
     """
 
     name: str  # loss or grad_norm
@@ -47,9 +47,9 @@ class Spike:
 
     @property
     def all_steps(self) -> str:
-        """The steps of all log lines of the spike, as an argument for `status.py --step`.
+        """The steps of all log lines of the spike, as text for `status.py --step`.
 
-        If the spike has more than LONGEST steps, only the steps of its first log line.
+        If the spike has more than 20 (LONGEST) steps, only the steps of its first log line.
         """
         last = self.last_step if self.last_step < self.begin + LONGEST else self.step
         return str(last) if self.begin == last else f"{self.begin}-{last}"

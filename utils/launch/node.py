@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(directory: Path, verdict: Verdict) -> None:
-    """Write a failed run's report.html and call `tell`. In a job, the job script does both."""
+    """Write a failed run's report and send its message. In a job, the job script does both."""
     for note in directory.rglob(RUN_STARTED):  # only rank 0 writes this file
         output_dir = Path(note.read_text(encoding="utf-8").strip())
         if verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED, EXIT_CODE):
@@ -192,7 +192,7 @@ def run(command: list[str], signals: StopSignals) -> Verdict:
 def leave_or_print(verdict: Verdict) -> Verdict:
     """Write the verdict for the job script, or print it if no job script reads it.
 
-    Return the first verdict of the job, which may be that of another node's launcher.
+    Return the first verdict of the job, which another node's launcher may have written.
     """
     if verdict.exit_code == ExitCode.DONE:
         return read_verdict() or verdict  # of a stop at max_gpu_hours
@@ -382,7 +382,7 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
 
 
 def kill_workers(*, wait_s: float = 0) -> None:
-    """Kill all descendants. If `wait_s` > 0, the ranks get SIGTERM `wait_s` seconds before."""
+    """Kill this process's descendants. If `wait_s` > 0, SIGTERM the ranks first and wait."""
     with contextlib.suppress(ModuleNotFoundError):  # without psutil no process was started
         import psutil
 

@@ -163,7 +163,7 @@ def requested_strategy(environment: Mapping[str, str], processes: int) -> str:
 
 
 def exchange_in_bf16(model: Any) -> None:
-    """Let the ranks of a DDP model exchange gradients in bfloat16. Call before a backward pass."""
+    """Let a DDP model's ranks exchange gradients in bfloat16. Call before the first backward."""
 
     # torch refuses its own hook by name without NCCL, although gloo sums in bfloat16 as well.
     def exchange(

@@ -362,12 +362,12 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
 
 
 def _show(lines: list[str], again: list[str]) -> None:
-    """Write `lines` to stderr, and without launch_node.sh `again` below a launcher's traceback.
+    """Write `lines` to stderr now, and `again` to stderr below the launcher's traceback.
 
-    Under torchrun, `again` is written to TORCHELASTIC_ERROR_FILE, which torchrun prints last. After
-    Ctrl-C torchrun does not print this file, and `accelerate launch` of one process never does. In
-    these cases a shell is started. It waits for the launcher's end, at most 5 s, and prints
-    `again`.
+    Under slurm/launch_node.sh `again` is not written. Under torchrun it is written to
+    TORCHELASTIC_ERROR_FILE, which torchrun prints last. After Ctrl-C torchrun does not print this
+    file, and `accelerate launch` of one process never does. In these cases a shell is started. It
+    waits for the launcher's end, at most 5 s, and prints `again`.
     """
     write_error("".join(f"{line}\n" for line in lines))
     if NODE_DIR in os.environ:  # slurm/launch_node.sh prints the cause last

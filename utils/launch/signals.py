@@ -139,7 +139,10 @@ def enter_stage(stage: Stage) -> None:
 
 
 def stage_of_node(directory: Path) -> Stage:
-    """Return the stage of the run from a node's private directory; STARTING without its file."""
+    """Return the stage of the run from the file that ranks write into a node's private directory.
+
+    If the file is missing, return STARTING.
+    """
     try:
         return Stage[(directory / STAGE).read_text(encoding="utf-8")]
     except (OSError, KeyError):  # the file is missing, or is just being written

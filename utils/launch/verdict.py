@@ -300,7 +300,7 @@ def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
 
 
 def _how(note: Note) -> str:
-    """Return the words of a message that stand between a note's host and text: "was killed by"."""
+    """Return the words before a note's text in a message: "ended:", "was killed by", "failed:"."""
     return {"refused": "ended:", "killed": "was killed by"}.get(note.kind, f"{note.kind}:")
 
 

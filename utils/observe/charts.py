@@ -219,7 +219,7 @@ def charts_of(
 
 
 def _memory(curves: Curves, points: Sequence[Point]) -> list[Chart | None]:
-    """Return series of memory: of the fullest ranks in training, and of each other phase.
+    """Return series of memory: in training for each of the fullest ranks, and per other phase.
 
     points: from `memory_by_rank`
     """

@@ -47,7 +47,7 @@ def column(lines: Sequence[Line], key: str) -> np.ndarray:
 
 
 def thinned(values: np.ndarray, points: int) -> np.ndarray:
-    """Return indices of about `points` of the `values`, in ascending order and with the extremes.
+    """Return about `points` indices into `values`, ascending and with those of the extreme values.
 
     `values` are divided into equal parts. The indices of the lowest and highest value of each part
     are returned.
@@ -64,10 +64,11 @@ def thinned(values: np.ndarray, points: int) -> np.ndarray:
 
 
 def where_the_hours_went(run: History) -> dict[str, float]:
-    """Return {key of HOURS: seconds}. The seconds add up to the time until the last start ended.
+    """Return {use of the time (key of HOURS): seconds} of a run.
 
-    Work that a later start repeated counts as "lost". The time from the last log line of a failed
-    or interrupted start to its end also counts as "lost".
+    The seconds add up to the time until the last start ended. Work that a later start repeated
+    counts as "lost". The time from the last log line of a failed or interrupted start to its end
+    also counts as "lost".
     """
     spent = dict.fromkeys((key for key, _ in HOURS), 0.0)
     since = None
@@ -102,7 +103,7 @@ def _seconds_before(start: Start, since: float | None) -> dict[str, float]:
 
 
 def _seconds_of(start: Start) -> dict[str, float]:
-    """Return {key of HOURS: seconds} of a start, as far as the start's log lines have times."""
+    """Return {key of HOURS: seconds} of a start, as far as the start's log lines contain times."""
     trained = [line for line in start.lines if line["event"] == "train"]
     first, step_time, wait, lost = (
         np.nan_to_num(column(trained, key))
@@ -124,8 +125,8 @@ def memory_by_rank(run: History) -> list[Point]:
     """Return the memory that each rank used, as a list of points for a chart.
 
     Only a sample of the log lines is read, including the lowest and highest values. A point has
-    event, step, hours, rank (a text), key (DEVICE or HOST), gib, and `left`: the GiB that the
-    device had left, None if unknown.
+    event, step, hours, rank (a text), key (DEVICE or HOST memory), gib, and `left`: the GiB that
+    the device had left, None if unknown.
     """
     key = DEVICE if any(DEVICE in line for line in run.trained[-1:]) else HOST
     points: list[Point] = []
@@ -150,10 +151,10 @@ def _ranks_of(run: History, lines: Sequence[Line]) -> list[list[dict[str, Any]]]
 
 
 def memory_table(points: Sequence[Point]) -> list[Point]:
-    """Return a row for each phase: the point of `memory_by_rank` with the most memory.
+    """Return a row for training, evaluation and saving: the point with the most memory.
 
-    The row also has the median over ranks at the same step. Return [] if only one rank was logged,
-    in one phase.
+    points: from `memory_by_rank`. The row also has the median over ranks at the same step. Return
+    [] if only one rank was logged, in one phase.
     """
     rows = []
     for event, phase in PHASES.items():

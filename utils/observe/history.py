@@ -279,7 +279,7 @@ def _read_owners(
 
 
 def _grouped(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]]) -> list[Start]:
-    """Return the starts with their log lines. A line `started` or `resumed` begins a start."""
+    """Return the starts, each with its log lines. A line `started` or `resumed` begins a start."""
     starts = [Start(unix_s(entry["time"]) or 0.0, entry) for entry in entries]
     current = -1
     own: dict[int, list[Line]] = {}

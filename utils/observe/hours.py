@@ -37,8 +37,8 @@ CO2 = "STOKER_CO2_G_PER_KWH"
 class Hours:
     """The GPU-hours of a run: the hours of each start of the script, times the start's ranks.
 
-    parts: {key of PHASES: GPU-hours}. unit: GPU_HOURS or PROCESS_HOURS. kwh: energy in training, 0
-    if unknown.
+    parts: {use, such as saves (key of PHASES): GPU-hours}. unit: "GPU-hours", or on CPUs
+    "process-hours". kwh: energy in training, 0 if unknown.
     """
 
     parts: dict[str, float]
@@ -47,7 +47,7 @@ class Hours:
 
     @property
     def total(self) -> float:
-        """The sum of the GPU-hours over all keys of PHASES."""
+        """The sum of the GPU-hours over all uses."""
         return sum(self.parts.values())
 
     def __str__(self) -> str:
@@ -82,9 +82,10 @@ def _ranks(start: Start) -> int:
 
 
 def _seconds(run: History, start: Start, before: Start | None) -> dict[str, float]:
-    """Return {key of PHASES: seconds} of a start. The seconds add up to the time it held its GPUs.
+    """Return {use (key of PHASES): seconds} of a start.
 
-    before: the previous start, None for the first
+    The seconds add up to the time that the start held its GPUs. before: the previous start, None
+    for the first.
     """
     spent = start.owner.spent if start.owner else {}
     saved = start.owner.saved if start.owner else {}
@@ -113,10 +114,10 @@ def _by_part(spent: Mapping[str, float]) -> dict[str, float]:
 
 
 def _before(start: Start, began: float, before: Start | None) -> tuple[str, float]:
-    """Return (key of PHASES, seconds) for the time in which the job held GPUs before a start began.
+    """Return (use of the time, its seconds) for the time in which a job held GPUs before a start.
 
-    before: the previous start. In a shell the seconds are 0, because other commands may have run
-    before. Only the job scripts count their restarts.
+    before: the previous start. The use is "starts" or "between restarts". In a shell the seconds
+    are 0, because other commands may have run before. Only the job scripts count their restarts.
     """
     restarts = start.job.get("restart_in_job")
     if restarts is None:

@@ -101,7 +101,7 @@ def runs_below(directory: Path) -> list[Path]:
 def runs_of_folder(
     all_in: str | None, jobs: Mapping[str, Job]
 ) -> tuple[list[RunStatus], dict[str, str], list[Job]]:
-    """Return (list of the status of each run in a folder, {path: name}, Slurm jobs without a run).
+    """Return ([status of each run in a folder], {run's path: name}, [Slurm jobs without a run]).
 
     all_in: the folder (None: runs/). A name is the path relative to the folder. jobs: from
     `queued_jobs`. Raises ConfigurationError if the folder `all_in` does not exist.
@@ -273,7 +273,7 @@ def _why_no_run(directory: Path, jobs: Mapping[str, Job], failed: str | None) ->
 
 
 def user_of(directory: Path) -> str:
-    """Return the name of the user who owns a directory, or UNKNOWN if the user has no name."""
+    """Return the name of the user who owns a directory, "unknown" if the user has no name."""
     with contextlib.suppress(OSError, KeyError):  # a user without a name, as in a container
         return directory.owner()
     return UNKNOWN

@@ -166,7 +166,7 @@ def _quota(folder: Path) -> Iterator[str]:
 
 
 def keep_run(run: Path, say: Callable[[str], None]) -> None:
-    """Copy a run's final/, record, journal, report, newest and best checkpoint to STOKER_ARCHIVE.
+    """Copy a run to STOKER_ARCHIVE: settings, journal, report, final/, newest and best checkpoint.
 
     An earlier copy stays until the new copy is complete. If the earlier copy has files that the run
     has lost, raise StorageError and change nothing. say: prints a line of progress. Raises
@@ -254,7 +254,8 @@ def _archive_for(run: Path) -> Path:
 def _lost_files(copy: Path, names: list[str], step: int) -> list[str]:
     """Return names of files and checkpoints that an earlier copy has and the run has lost.
 
-    names: the run's files. step: the run's newest checkpoint. Only later checkpoints count.
+    names: the run's files. step: the step of the run's newest checkpoint. Only later checkpoints
+    count, because a run deletes older ones.
     """
     there = [name for name in files.list_files(copy) if not name.startswith("checkpoint-")]
     later = [path.name for at, path in discovery.numbered_checkpoints(copy) if at > step]
@@ -262,7 +263,7 @@ def _lost_files(copy: Path, names: list[str], step: int) -> list[str]:
 
 
 def _copy_journal(journal: Path, copy: Path) -> list[str]:
-    """Copy the journal if the run has one; return problems as a list of texts.
+    """Copy metrics.jsonl if the run has this file; return problems as a list of texts.
 
     The run may append lines meanwhile, which is no problem.
     """

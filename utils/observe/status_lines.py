@@ -44,7 +44,8 @@ def show_runs(
 ) -> str | RenderableType:
     """Return the status of runs, as JSON text or for the terminal.
 
-    directories: runs to show as lines. all_in: a folder whose runs are shown as a table.
+    directories: runs to show as lines. Without them, the runs in the folder `all_in` (None: runs/)
+    are shown as a table.
     """
     jobs = queued_jobs()
     if directories and all_in is None:
