@@ -308,7 +308,7 @@ def _text(committed: Mapping[str, Any]) -> str:
 def check_layout(checkpoint: Path, strategy: str) -> None:
     """Raise ConfigurationError if a parallel strategy cannot load a checkpoint.
 
-    A strategy loads its own checkpoints. ALIKE has the pairs that load each other's checkpoints.
+    A strategy loads its own checkpoints, and those of a strategy that is paired with it in ALIKE.
     """
     written = read_manifest(checkpoint).strategy
     if written == strategy or {written, strategy} in ALIKE:

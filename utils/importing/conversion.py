@@ -294,8 +294,8 @@ def _convert_adapter(given: Conversion) -> None:
 def _convert_frozen(given: Conversion) -> None:
     """Convert the choice of trained weights: axolotl's patterns, LLaMA-Factory's number of layers.
 
-    The number means the last layers, but the config does not tell how many layers the model has. So
-    the recipe names them LAST. The training script refuses LAST until the user writes numbers.
+    LLaMA-Factory trains the last layers, but its config does not say how many the model has. So the
+    recipe names them LAST. The script refuses LAST until the user writes layer numbers.
     """
     if patterns := given.take("train_only"):
         plain = [re.sub(r"\[\d*:?\d*\]$", "", str(each)) for each in listed(patterns)]

@@ -240,7 +240,7 @@ def _factory(given: Conversion, source: str, names: Any) -> Entries:
 def _trl(given: Conversion, source: str, value: Any) -> Entries:
     """Return data recipe entries for the dataset of a TRL config.
 
-    value: a name, a mixture (TRL), or {name: weight} (Alignment Handbook).
+    value: a dataset's name, several datasets (TRL), or {name: weight} (Alignment Handbook).
     """
     subset, split = given.take("dataset_config"), given.take("dataset_train_split")
     is_mixture = not isinstance(value, str)
