@@ -30,7 +30,7 @@ def with_table(document: str) -> str:
 def table(result: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of the table: a row for each start."""
     names = [*result["starts"]["without"]]
-    yield f"| calls of a start of 2 ranks | {' | '.join(names)} |"
+    yield f"| file-system calls at a start of 2 ranks | {' | '.join(names)} |"
     yield "|---" * (len(names) + 1) + "|"
     for start, what in STARTS.items():
         figures = result["starts"][start]
