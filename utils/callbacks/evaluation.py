@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class FinishedEarlyError(Exception):
-    """Raised on all ranks, before any step, if early stopping ended the run before this resume."""
+    """Error on all ranks, before any step, if early stopping ended the run before this resume."""
 
 
 class EarlyStopping(TrainerCallback):
@@ -58,7 +58,7 @@ class EarlyStopping(TrainerCallback):
         self.judge.early_stopping_patience_counter = saved.get(UNIMPROVED, 0)
 
     def state(self) -> dict[str, Any]:
-        """Return {key: number of evaluations without improvement} to store in a checkpoint."""
+        """Return {"unimproved_evaluations": evaluations since improvement} for a checkpoint."""
         return {UNIMPROVED: self.judge.early_stopping_patience_counter}
 
     def take_evaluation(

@@ -226,7 +226,11 @@ class OwnTime:
             self.seconds += begin.elapsed_time(end) / 1000 if self.on_gpu else end - begin
 
     def take(self) -> tuple[float, float]:
-        """Return seconds of passes since the last call, and of a matrix product (0: not timed)."""
+        """Return two times in seconds, each 0 if it is not measured in this run.
+
+        The first is the time of forward and backward passes since the last call. The second is the
+        time of the newest test matrix product.
+        """
         own_s, self.seconds = self.seconds, 0.0
         if self.waits and time.monotonic() - self.probed >= PROBE_S:
             self.product_s = min(self._product_s() for _ in range(3))

@@ -127,7 +127,7 @@ class StopWatch(TrainerCallback):
         self.evaluation_due = saved.get("evaluation_due", False)
 
     def state(self) -> dict[str, Any]:
-        """Return {key: whether a resumed run must evaluate first} to store in a checkpoint."""
+        """Return {"evaluation_due": whether a resumed run evaluates first} for a checkpoint."""
         return {"evaluation_due": self.evaluation_due}
 
     @override

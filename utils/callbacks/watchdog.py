@@ -74,7 +74,7 @@ class HangWatch(TrainerCallback):
         threading.Thread(target=self._watch, name="hang watch", daemon=True).start()
 
     def _beat(self, *event: Any, **_: Any) -> None:
-        """Count a Trainer event as progress. The watch thread reads the clock, not this method."""
+        """Count a Trainer event as progress. Only the watch thread reads the clock."""
         _args, state, *_control = event
         self.step = state.global_step
         self.beats += 1

@@ -73,7 +73,7 @@ def best_checkpoint(directory: Path) -> Path | None:
 
     The name is in the checkpoint's trainer_state.json. Return None if trainer_state.json is missing
     or damaged or names no best checkpoint. Only the last part of the stored path is used, because
-    the run may have moved or come from a stranger. The returned path is in the same folder as
+    the run may have been moved or downloaded. The returned path is in the same folder as
     `directory` and may not exist.
     """
     try:

@@ -79,7 +79,7 @@ class BackgroundWriter:
         atexit.register(self.remove_directory)
 
     def open(self, step: int, own_bytes: int | None, all_bytes: int) -> Path | None:
-        """Return the path of this rank's empty directory in /dev/shm.
+        """Make or empty this rank's directory in /dev/shm; return its path.
 
         Return None on all ranks if a node's memory has no room for the files of its ranks.
         own_bytes: the size of this rank's files in the previous save; None for the first save.

@@ -103,7 +103,7 @@ def _of_another_toolkit(entries: Mapping[str, Given], values: SettingValues) -> 
 
 
 def check_required(values: SettingValues) -> Iterator[str]:
-    """Yield a fault for each missing required setting, and add its name to `unusable`."""
+    """Yield an error text for each missing required setting; add its name to `unusable`."""
     for name, declaration in values.declared.items():
         if declaration.required and name not in {*values.given, *values.unusable}:
             values.unusable.add(name)
@@ -113,7 +113,7 @@ def check_required(values: SettingValues) -> Iterator[str]:
 def _checked_values(
     entries: Mapping[str, Given], declared: Mapping[str, Declaration], problems: list[str]
 ) -> SettingValues:
-    """Return the entries, converted to the settings' types; add a line per fault to `problems`."""
+    """Return the entries, converted to the settings' types; add error texts to `problems`."""
     values = SettingValues(declared, {})
     # First whole mappings, then single keys (lr_scheduler_kwargs.min_lr), weakest source first.
     for name, entry in sorted(entries.items(), key=lambda item: "." in item[0] and item[1].rank):
@@ -200,7 +200,7 @@ def _as_typed(ours: str, entry: Given, declared: Mapping[str, Declaration]) -> s
 
 
 def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Return {flag: words after the flag}, and the faults as lines.
+    """Return {flag: words after the flag}, and a list of error texts.
 
     `--a-b=word` means `--a_b word`. Hydra's form `a.b=word` means `--a.b word` before all flags
     and after --config. After any other flag, `a.b=word` is a word of this flag.

@@ -71,8 +71,8 @@ class ConfigurationError(ValueError):
 def did_you_mean(missing: str | Path) -> str:
     """Return " (did you mean X?)" with an existing path of a similar name, or "".
 
-    In a job, the text names the host and the absolute path. A job from slurm/submit.sh had this
-    path on the login node, so the text says what may be wrong with the node.
+    In a job, the text names the host and the absolute path. If slurm/submit.sh found the path on
+    the login node, the text says instead what may be wrong with this node.
     """
     host, where = os.environ.get("SLURMD_NODENAME"), ""
     if host:

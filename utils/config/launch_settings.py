@@ -159,7 +159,7 @@ def derive_group_sizes(values: SettingValues) -> None:
 
 
 def _group_faults(values: SettingValues) -> Iterator[str]:
-    """Yield a fault if dp_shard or HSDP's group sizes do not fit the launch or each other."""
+    """Yield an error text if dp_shard or HSDP's group sizes do not fit the launch or each other."""
     processes, given = values.world_size, values["dp_shard"]
     if not is_hybrid(values.environment):
         if given is not None and processes > 1:
@@ -222,7 +222,7 @@ def let_recipe_decide(values: SettingValues) -> None:
 
 
 def _deepspeed_file_faults(file: str, values: SettingValues, processes: int) -> Iterator[str]:
-    """Yield a fault for each value of a DeepSpeed file that is wrong or contradicts the recipe."""
+    """Yield error texts on values of a DeepSpeed file that are wrong or contradict the recipe."""
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

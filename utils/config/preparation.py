@@ -105,7 +105,7 @@ def override_sources(values: SettingValues) -> None:
 
 
 def _check_required(values: SettingValues) -> Iterator[str]:
-    """Yield a fault for each missing setting. A command that only downloads models needs none."""
+    """Yield error texts on missing settings. A command that only downloads models needs none."""
     if values["sources"] or not values["models"]:
         for name in ("sources", "tokenizer_name_or_path", "output_dir"):
             if not values[name] and not (values["append"] and name == "tokenizer_name_or_path"):

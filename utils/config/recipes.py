@@ -124,7 +124,7 @@ def entry_text(name: str, value: Any, comment: str = "") -> str:
 
 
 def read_recipes(paths: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
-    """Return {name: value with its source} of all recipes, and the faults as lines.
+    """Return {name: value with its source} of all recipes, and a list of error texts.
 
     If several recipes set a name, the last value is returned.
     """

@@ -40,7 +40,7 @@ READERS: dict[str, Callable[[Any], object]] = {
 
 
 def check_forms(values: SettingValues) -> Iterator[str]:
-    """Yield a fault for each setting that cannot be parsed, and mark the setting unusable."""
+    """Yield an error text for each setting that cannot be parsed; mark the setting unusable."""
     for name, read in READERS.items():
         try:
             if name not in values.unusable and values[name] is not None:
@@ -51,7 +51,7 @@ def check_forms(values: SettingValues) -> Iterator[str]:
 
 
 def check_run(values: SettingValues) -> Iterator[str]:
-    """Yield faults of output_dir, model, hub_model_id, use_peft, lm_eval_tasks, accept_changes."""
+    """Yield errors of output_dir, model, hub_model_id, use_peft, lm_eval_tasks, accept_changes."""
     if not values["output_dir"]:
         yield "output_dir is required: the directory of this run"
     if not (values["model_name_or_path"] or values["model_config"] or values["init_from"]):
@@ -74,7 +74,7 @@ def check_run(values: SettingValues) -> Iterator[str]:
 
 
 def check_debug(values: SettingValues) -> Iterator[str]:
-    """Yield a fault if `debug` is unknown, or if it does not work with compile or loss_head."""
+    """Yield an error text if `debug` is unknown or does not work with compile or loss_head."""
     if "underflow_overflow" in values["debug"]:
         if values["compile"] is not False or values["loss_head"] != "logits":
             yield f"{values.shown('debug')} needs --compile false and --loss_head logits"
@@ -83,14 +83,14 @@ def check_debug(values: SettingValues) -> Iterator[str]:
 
 
 def check_order(values: SettingValues) -> Iterator[str]:
-    """Yield a fault for `order: sequential` with `packing: best_fit`, which reorders documents."""
+    """Yield an error text if `packing: best_fit` would reorder documents in `order: sequential`."""
     if values["order"] == "sequential" and values["packing"] == "best_fit":
         given = values.shown("packing")
         yield f"{given} does not keep {values.shown('order')}: give packing: in_order"
 
 
 def check_precision(values: SettingValues) -> Iterator[str]:
-    """Yield faults of number types.
+    """Yield error texts on number types.
 
     Weights in float16 cannot be trained, fp16 needs a GPU, and load_in_4bit needs LoRA and the
     package bitsandbytes.
@@ -112,7 +112,7 @@ def check_precision(values: SettingValues) -> Iterator[str]:
 
 
 def check_fp8(values: SettingValues) -> Iterator[str]:
-    """Yield a fault if fp8 is used with load_in_4bit or without torchao.
+    """Yield an error text if fp8 is used with load_in_4bit or without torchao.
 
     `plan_float8` checks later whether GPU and model can use fp8.
     """
@@ -126,7 +126,7 @@ def check_fp8(values: SettingValues) -> Iterator[str]:
 
 
 def check_backend(values: SettingValues) -> Iterator[str]:
-    """Yield a fault if the torch.distributed backend cannot connect this launch's processes."""
+    """Yield an error text if the torch.distributed backend cannot connect the processes."""
     import torch
 
     backend, shown = values["ddp_backend"], values.shown("ddp_backend")
@@ -141,7 +141,7 @@ def check_backend(values: SettingValues) -> Iterator[str]:
 
 
 def check_context_parallel(values: SettingValues) -> Iterator[str]:
-    """Yield faults of context_parallel: it has to fit the ranks, the attention and the strategy."""
+    """Yield error texts if context_parallel does not fit the ranks, attention or strategy."""
     size, processes, environment = values["context_parallel"], values.world_size, values.environment
     shown = values.shown("context_parallel")
     if size < 2:
@@ -167,7 +167,7 @@ def check_context_parallel(values: SettingValues) -> Iterator[str]:
 
 
 def check_evaluation(values: SettingValues) -> Iterator[str]:
-    """Yield a line for each fault of the evaluations and of the best model's metric.
+    """Yield error texts on the evaluations and on the best model's metric.
 
     save_strategy `best` is refused, because it saves nothing at the end of a run.
     """
@@ -229,7 +229,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 
 def check_ranges(values: SettingValues) -> Iterator[str]:
-    """Yield a fault for every number outside of its range."""
+    """Yield an error text for every number outside of its range."""
     for range_text, is_within, names in RANGES:
         for name in names.split():
             try:
@@ -241,7 +241,7 @@ def check_ranges(values: SettingValues) -> Iterator[str]:
 
 
 def check_pretraining(values: SettingValues) -> Iterator[str]:
-    """Yield a fault for each setting that only sft_train.py supports."""
+    """Yield an error text for each setting that only sft_train.py supports."""
     if values["use_peft"]:
         yield f"{values.shown('use_peft')}: pretrain.py trains every weight; LoRA is for sft_train"
     if values.changed("on_overlong"):

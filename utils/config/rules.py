@@ -110,7 +110,7 @@ def leave_out_moot(values: SettingValues) -> None:
 
 
 def check_contradictions(values: SettingValues) -> Iterator[str]:
-    """Yield one fault for each pair of settings that contradict each other."""
+    """Yield an error text for each pair of settings that contradict each other."""
     refused: set[str] = set()
     # Given causes come first, because a value that the user wrote explains more than a default.
     by_rank = sorted(CONTRADICTIONS, key=lambda rule: values.rank(rule[0]), reverse=True)

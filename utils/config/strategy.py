@@ -60,7 +60,7 @@ class StrategyConfig:
 
     @property
     def shards(self) -> bool:
-        """Return whether the config shards states, without offload and without a DeepSpeed file."""
+        """Return whether the config shards states and has neither offload nor a DeepSpeed file."""
         own = block(self.content, "fsdp_config") | block(self.content, "deepspeed_config")
         offloads = any(own.get(name) not in (None, False, "none") for name in _OFFLOADS)
         return self.kind in SHARDING and not offloads and "deepspeed_config_file" not in own
@@ -154,7 +154,7 @@ def is_launched(environment: Mapping[str, str]) -> bool:
 
 
 def check_strategy(values: SettingValues) -> Iterator[str]:
-    """Yield a fault for an unusable strategy, unknown GPUs, and assume or suggest in a real run."""
+    """Yield error texts on an unusable strategy, unknown GPUs, assume or suggest in a real run."""
     decides = values["dry_run"] and not is_launched(values.environment)
     environment = values.environment if decides else {}
     try:

@@ -142,7 +142,10 @@ def loss_mask_among(names: Iterable[str]) -> str | None:
 
 
 def trained_on(loss_mask: str, values: np.ndarray) -> np.ndarray:
-    """Return for each of `values` of the column `loss_mask` whether its token is trained on."""
+    """Return a bool for each token: whether training uses the token's loss.
+
+    loss_mask: the column's name, one of LOSS_MASKS. values: the column's value for each token.
+    """
     return values != IGNORED_LABEL if loss_mask == LABELS else values != 0
 
 

@@ -250,7 +250,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @property
     def last_size_steps(self) -> float:
-        """The steps that the run would need for its samples if each had the last batch size."""
+        """The steps for all samples of the run, if every step had the last (largest) batch size."""
         return self.samples_before(self.total_steps) / max(self.sizes.values())
 
     def sequences_of_step(self, step: int) -> np.ndarray:

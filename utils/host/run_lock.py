@@ -83,20 +83,20 @@ def leave_run_lock(output_dir: Path) -> None:
 def note_error(error: str) -> None:
     """Store the error that ends this process, with secrets masked.
 
-    The next heartbeat or the release of the lock writes this error into the owner file.
+    The lock's next heartbeat or its release writes this error into the owner file.
     """
     for lock in _held.values():
         lock.error = redact(error)[:LONGEST_ERROR]
 
 
 def note_phase(phase: str) -> None:
-    """Begin a phase such as "training". The next heartbeat writes it into the owner file."""
+    """Begin a phase such as "training". The lock's next heartbeat writes it to the owner file."""
     for lock in _held.values():
         lock.phases.begin(phase)
 
 
 def note_energy(kwh: float) -> None:
-    """Store the energy of training in kWh. The next heartbeat writes it into the owner file."""
+    """Store the training energy in kWh. The lock's next heartbeat writes it to the owner file."""
     for lock in _held.values():
         lock.kwh = kwh
 

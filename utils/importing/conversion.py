@@ -222,7 +222,7 @@ def _convert_best_model(given: Conversion) -> None:
 
 
 def _convert_optimizer(given: Conversion) -> None:
-    """Convert the optimizer, its learning rate schedule and the trackers (wandb, Hub)."""
+    """Convert optimizer, learning rate schedule and trackers (wandb, Hub) to Stoker's settings."""
     if given.take("use_muon"):
         given.put("optim", "muon", "use_muon")
     meshes = given.gpus > 1 or any(not is_off(given.value(name)) for name in SHARDING)

@@ -158,7 +158,7 @@ class Conversion:
                 self.leave(f"{path}.{key}", value)
 
     def data_recipes(self) -> list[dict[str, Any]]:
-        """Return a dict of settings for each data recipe, without settings that are empty."""
+        """Return a dict of settings for each data recipe, without empty settings."""
         common = {name: value for name, value in self.data.items() if name != "eval_sources"}
         recipes = [self.data, *({**common, **own} for own in self.more_data)]
         return [{k: v for k, v in each.items() if v not in (None, {}, "")} for each in recipes]

@@ -6,7 +6,7 @@ caches       the job's private directory on the node; the cache of compiled code
 rendezvous   first check: the nodes reach each other and have the same code and packages
 processes    second check: the ranks are connected and run the requested strategy
 signals      Slurm's signals and Ctrl-C as requests to stop
-entry        the first import of every script
+entry        start of every script, without a traceback after Ctrl-C
 script       logging, environment variables and exit codes of a training script
 opening      output of a script before it imports torch: package versions, first line
 restart      restarts of the ranks inside the job after one of them was lost

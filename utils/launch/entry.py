@@ -1,4 +1,7 @@
-"""The first import of every script. Small, because Ctrl-C during its import shows a traceback."""
+"""The start of every script, where Ctrl-C ends the script without a traceback.
+
+The module is small, because Ctrl-C during its own import still shows a traceback.
+"""
 
 import signal
 from collections.abc import Callable

@@ -221,7 +221,7 @@ def choose_isolated_attention(
 ) -> AttentionChoice:
     """Return the first attention of `attention_choices` that passes `check_isolation`.
 
-    `attention_choices` explains the arguments. Raises ConfigurationError if no attention passes. If
+    For the arguments see `attention_choices`. Raises ConfigurationError if no attention passes. If
     no small model runs on `device`, raises ProbeError. With `whole_rows` an unchecked attention is
     then returned instead.
     """
@@ -371,7 +371,10 @@ def _cut_short(config: PretrainedConfig) -> None:
 def _difference(
     config: PretrainedConfig, choice: AttentionChoice, rows: Rows, device: torch.device
 ) -> str:
-    """Return a fault if float32 logits differ from eager attention on single documents, or ""."""
+    """Return an error text if float32 logits of packed rows differ from eager attention's, or "".
+
+    Eager attention computes each document of `rows` alone.
+    """
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
     _cut_short(text)

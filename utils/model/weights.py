@@ -309,7 +309,7 @@ def quantized_loading(
 
 
 def packed_layers(model: nn.Module) -> dict[str, Any]:
-    """Return {name: layer} of bitsandbytes' 4-bit layers, also of those inside PEFT's layers."""
+    """Return {name: layer} of bitsandbytes' 4-bit layers, including layers inside PEFT's."""
     modules = model.named_modules()
     return {name: module for name, module in modules if "quant_state" in vars(module)}
 

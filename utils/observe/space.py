@@ -125,7 +125,7 @@ def _is_below_home(path: Path) -> bool:
 
 
 def measure(folder: Path, purged_by: str, seen: set[tuple[int, int]]) -> Space:
-    """Return the disk space of a folder, without files in `seen`. Add the other files to `seen`.
+    """Return the disk space of a folder's files, without those in `seen`. Add its files to `seen`.
 
     purged_by: the time that decides which file is the oldest, atime or mtime. seen: (device, inode)
     of files.

@@ -93,7 +93,7 @@ def hindrances(
 
 
 def head_faults(config: PreTrainedConfig, size: int) -> list[str]:
-    """Return a fault for each number of heads in this model that `size` ranks cannot share."""
+    """Return error texts on layers whose attention heads do not divide over `size` ranks, or []."""
     faults: dict[str, None] = {}
     for layer in config.get_text_config(decoder=True).per_layer_config:
         heads = getattr(layer, "num_attention_heads", 0)

@@ -269,7 +269,7 @@ def best_of(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def make_planner(setup: Setup, document_tokens: float) -> Planner:
-    """Return the planner of a dry run. Planner explains document_tokens.
+    """Return a predictor of memory and speed for a dry run. document_tokens: see Planner.
 
     Raises ConfigurationError if the GPUs are unknown or the model's FLOPs cannot be counted.
     """

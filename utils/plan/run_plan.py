@@ -374,7 +374,7 @@ def _loss_head(
     device: torch.device | None,
     report: Report,
 ) -> LossHeadChoice:
-    """Return the chosen loss head; add its log lines to `report`. device: None on a login node."""
+    """Choose how to compute logits and loss; add log lines. device: None on a login node."""
     training = settings.training
     fine_tuning = isinstance(training, FineTuneConfig)
     given = training.router_aux_loss_coef if isinstance(training, FineTuneConfig) else None

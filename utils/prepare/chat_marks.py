@@ -162,10 +162,11 @@ class MarkedChat:
         return {"type": name, name: self._text(part[name], index, kind, self._marks_empty)}
 
     def _text(self, text: str, index: int, kind: int, can_be_empty: bool = False) -> str:
-        """Return a text with marks of the kind `kind` around each of its pieces between tags.
+        """Return `text` with a mark (a rare letter) before and after each piece between its tags.
 
-        index: the message's index. Pieces inside <think> and </think> get marks of the kind
-        REASONING. can_be_empty: an empty text gets one mark.
+        index: the message's index. kind: the kind of the marks, such as CONTENT. In CONTENT,
+        pieces inside <think> and </think> get the kind REASONING. can_be_empty: an empty text gets
+        one mark.
         """
         if not text.strip():
             return self._mark(index, kind) + text if can_be_empty else text

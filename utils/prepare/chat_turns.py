@@ -90,7 +90,7 @@ class TurnDelimiter:
 
     @staticmethod
     def _key(chat: MarkedChat, turn: int, gap: str, following: str) -> tuple[Any, ...]:
-        """Return a cache key. Turns with equal keys have equally long headers and equal ends."""
+        """Return a cache key. Turns with equal keys have equally long headers and closing texts."""
         given, messages = chat.chat, chat.chat.messages
         ids = [call.get("id") for call in messages[turn].get("tool_calls") or []]
         numbers = "|".join([*map(re.escape, filter(None, ids)), r"\d"])
@@ -134,7 +134,8 @@ class TurnDelimiter:
         """Return the index in `gap` where the header ends, or -1 if `prompt` has another header.
 
         The header is a text such as <|im_start|>assistant. gap: the text before the turn's words.
-        bare, prompt: the texts behind the previous message without and with generation prompt.
+        bare: the text after the previous message's words, if the chat ends there. prompt: the same
+        text, if a generation prompt is requested.
         """
         closed = self._end_of_last_message(chat, turn, gap, bare)
         reply, _, _ = self._followed_by(chat, turn, {"role": ASSISTANT}).partition(PROBE)
@@ -162,10 +163,11 @@ class TurnDelimiter:
     def _header_before_difference(self, gap: str, prompt: str, closed: str, reply: str) -> int:
         """Return the index in `gap` where the header ends, or -1 if `prompt` has another header.
 
-        gap: the text before the turn's words. prompt: the text behind the previous message with
-        generation prompt. Both differ behind the header. For example, `gap` ends in
-        <think></think>, and `prompt` in <think> and a line break. closed: the text that ends the
-        previous message. reply: the text in front of a test reply.
+        This method is for texts that differ after the header. For example, `gap` ends in
+        <think></think>, and `prompt` in <think> and a line break. gap: the text before the turn's
+        words. prompt: the text after the previous message's words, if a generation prompt is
+        requested. closed: the text that ends the previous message. reply: the text that the
+        template prints there, up to the words of an assistant's message.
         """
         shared, _ = _common_ignoring_blanks(gap, prompt)
         start, _ = _common_ignoring_blanks(gap, closed)
@@ -358,9 +360,9 @@ class TurnDelimiter:
 
     @staticmethod
     def _endings(chat: MarkedChat, messages: Sequence[Message]) -> tuple[str, str] | None:
-        """Return two texts behind `messages`; None if the template refuses `messages`.
+        """Return two texts printed after the last message's words; None if the template refuses.
 
-        The first text is without generation prompt, the second text is with generation prompt.
+        The first text is without a generation prompt. The second text includes one.
         """
         try:
             return chat.behind_words(messages), chat.behind_words(messages, generation_prompt=True)

@@ -243,7 +243,7 @@ def read_tokens(column: str, fields: Mapping[str, Any]) -> Pieces:
 def decoded(value: Any) -> Any:
     """Return the object or list in a JSON string; any other value unchanged.
 
-    Python's notation is decoded as well, because pandas writes objects into CSV in that form.
+    Python's notation ({'a': None}) is decoded too, because pandas writes objects into CSV that way.
     """
     if not isinstance(value, str):
         return value

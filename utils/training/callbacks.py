@@ -70,7 +70,7 @@ class OwnCallbacks:
         self.made = {entry: callback_class(entry)() for entry in entries}
 
     def state(self) -> dict[str, Any]:
-        """Return {key: {callback's entry: its attributes}}, or {} if no callback exports any.
+        """Return {"own_callbacks": {name in --callbacks: attributes}}, {} if none exports state.
 
         A checkpoint stores the attributes of rank 0's callbacks. Raises ConfigurationError if a
         callback's state has values that are not JSON.

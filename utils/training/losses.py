@@ -50,7 +50,10 @@ class SourceLosses:
         self.totals += outputs.by_source
 
     def state(self) -> dict[str, Any]:
-        """Return {key: [{source: [loss sum, loss tokens]} of each rank]}; collective."""
+        """Return {"unlogged_source_losses": a list with one dict per rank} for a checkpoint.
+
+        A rank's dict is {source: [loss sum, loss tokens]}. Collective over ranks.
+        """
         own = dict(zip(self.names, self.totals.T.tolist(), strict=True))
         return {UNLOGGED_BY_SOURCE: gathered(own)}
 
@@ -91,7 +94,7 @@ class ExpertBalance:
         self.steps = 0
 
     def state(self) -> dict[str, Any]:
-        """Return {key: [loss sums, steps]} for a checkpoint, or {} if all steps are logged.
+        """Return {"unlogged_aux_loss": [loss sums, steps]} for a checkpoint; {} if all are logged.
 
         The loss sums are a list with the sum of each rank, over the steps since the last log.
         Collective over ranks.

@@ -136,11 +136,11 @@ class LowPrecisionAdamW(AdamW):
                 update(part, formula, its_words, table[:, span.period], rounding)
 
     def _cut_into_spans(self) -> None:
-        """Set `spans`, the ranges of each weight that one call updates, and the periods' `keys`.
+        """Set `spans`, the rows of a weight that one `update` call processes, and `keys`.
 
-        A span has one or more periods. A period's multipliers are computed from its key: the index
-        of the weight, and the index of the period's first element. Periods are ranges of the
-        unsharded tensor, so they do not depend on how its rows are sharded.
+        `keys` has for each period (see the module) the index of the weight, and the index of the
+        period's first element in the unsharded tensor. Both determine the period's random rounding,
+        so the rounding does not depend on how the rows are sharded.
         """
         keys: list[tuple[int, int]] = []  # by period: index of the weight, first element
         for index, weight in enumerate(self._weights()):
@@ -191,9 +191,9 @@ def update(
 ) -> None:
     """Do AdamW's step for some rows of a weight (`part`): call `formula`, round and store results.
 
-    Tensors and `words` are (rows, unit), scales (rows,). `factors` multiply the random words: one
-    factor for each moment and one for the weight. The weight is rounded at random only if
-    `rounding` is true.
+    `part` has tensors (rows, unit), and scales (rows,). words: random integers (rows, unit).
+    factors: multipliers of `words`, one for each moment and one for the weight. Moments are rounded
+    at random, and the weight only if `rounding` is true.
     """
     moments = (moment(part, name) for name in MOMENTS)
     values = formula(part["weight"].float(), part["gradient"].float(), *moments)
@@ -258,7 +258,7 @@ def step_numbers(group: Group, steps: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 class Span(NamedTuple):
-    """A range of a weight's rows that one call updates, and the location of its first row."""
+    """The rows of a weight that one `update` call processes, and the location of the first row."""
 
     rows: slice
     period: int  # index of the first row's period, among the periods of all weights
@@ -356,8 +356,8 @@ def round_into(
 def _encode(values: Tensor, codes: Tensor, scales: Tensor, added: Tensor | int) -> None:
     """Store float32 `values` (blocks, block) as `codes` and `scales`; overwrites `values`.
 
-    codes: int8 with signs, or uint8 without. added: the integer that is added to the bits before
-    the low bits are dropped. Noise rounds at random, half of the dropped range to the nearest code.
+    codes: int8 for signed values, else uint8. added: an integer to add to the float32 bits before
+    low bits are dropped. Noise rounds at random. Half of the dropped range rounds to nearest.
     """
     torch.amax(values.abs(), dim=-1, out=scales)  # vector_norm takes ten times as long
     scales.clamp_(min=_TINY)

@@ -174,9 +174,9 @@ def orthogonal_rows(
 ) -> list[Tensor]:
     """Make matrices orthogonal; return this rank's rows of each result. Collective over ranks.
 
-    `parts` are this rank's rows of the matrices. `weights` are the matrices' parameters, a list
-    that `_together` made. The list has one weight with all rows on this rank, or several sharded
-    weights, at most as many as there are ranks.
+    parts: this rank's rows of each matrix. weights: the matrices' parameters, in a list from
+    `_together`. The list has a single weight whose rows are all on this rank, or sharded weights,
+    at most one per rank.
     """
     group = _ranks_of(weights[0])
     if group is None:
@@ -197,7 +197,7 @@ def orthogonal_rows(
 
 
 def _together(weights: Sequence[nn.Parameter]) -> list[Sequence[nn.Parameter]]:
-    """Return lists of weights, each for one call of `orthogonal_rows`, the same on every rank."""
+    """Divide weights into lists, one per call of `orthogonal_rows`; equal lists on every rank."""
     divided = [weight for weight in weights if _ranks_of(weight) is not None]
     at_once = distributed.get_world_size(_ranks_of(divided[0])) if divided else 1
     lists = [divided[first : first + at_once] for first in range(0, len(divided), at_once)]

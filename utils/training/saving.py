@@ -191,7 +191,7 @@ class SavingTrainer(Trainer):
             )  # fmt: skip
 
     def _collect(self) -> dict[str, Any]:
-        """Return {key: JSON value} of Stoker's own values for a checkpoint; collective."""
+        """Return {name: JSON value} of Stoker's own values for a checkpoint; collective."""
         step = self.state.global_step
         loader: Any = self.callback_handler.train_dataloader
         loader.tokens_seen.count(step)

@@ -35,7 +35,7 @@ class AveragedWeights(TrainerCallback):
         self.steps = saved.get(AVERAGED, 0)
 
     def state(self) -> dict[str, Any]:
-        """Return {key: number of averaged steps} for a checkpoint. `save` stores the average."""
+        """Return {"averaged_steps": their number} for a checkpoint. `save` stores the average."""
         return {AVERAGED: self.steps}
 
     @override

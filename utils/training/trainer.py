@@ -227,7 +227,7 @@ class PackedTrainer(SavingTrainer):
     def prediction_step(
         self, model: nn.Module, inputs: Batch, *_: Any, **__: Any
     ) -> tuple[None, None, None]:
-        """Add a micro-batch's loss to the totals of the held-out split; return three None."""
+        """Add a micro-batch's loss to the held-out split's totals; return (None, None, None)."""
         prepared = self._prepare_inputs(inputs)
         prepared.pop("sequence_tokens", None)  # no load-balancing loss in an evaluation
         with torch.no_grad(), self.compute_loss_context_manager():
