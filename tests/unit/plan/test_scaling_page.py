@@ -52,7 +52,7 @@ def test_memory_and_checkpoints(name):
     for gpus in ALL_GPUS:
         runs = [setup(name, gpus, copies) for copies in (1, gpus // shards)]
         told.append([f"{estimate_memory(run, recomputed).total / GIB:.0f}" for run in runs])
-    assert row(f"GiB per GPU, {name},") == [", ".join(pair) for pair in told]
+    assert row(f"GiB per GPU for a model of {name},") == [", ".join(pair) for pair in told]
     size = math.floor(checkpoint_bytes(setup(name, 64, 1)) / GIB + 0.5)
     assert f"{size} GiB for {name}" in WORDS
 
@@ -71,7 +71,7 @@ def test_batch_exchange_and_failures():
     assert f"exchanges {all_ranks / 1e9:.0f} GB per micro-batch for 8 B" in WORDS
     assert f"`hsdp` keeps {in_copies / 1e9:.0f} GB of it inside the node" in WORDS
     seconds, _ = exchange_times(sharded, gpus, gpus.link)
-    assert f"{seconds:.1f} s of about 2 s of work" in WORDS
+    assert f"{seconds:.1f} s beside about 2 s of computation" in WORDS
 
 
 def test_a_trillion_tokens():
