@@ -184,7 +184,7 @@ def test_strategy_cpu_means_the_cpu_and_a_refusal_is_the_last_word(tmp_path):
     assert done.returncode == 2, done.stdout
     assert "launch: 2 process(es), CPU only, on each of 1 node(s) (" in done.stdout
     assert "accelerate_configs/cpu.yaml, by strategy cpu (--strategy)" in done.stdout
-    assert done.stdout.count("configuration error (") == 1
+    assert done.stdout.count("configuration error:\n") == 1
     assert "unknown setting --epochs: here it is --num_train_epochs" in done.stdout.splitlines()[-1]
     assert "Traceback" not in done.stdout
     assert "torch.distributed" not in done.stdout
