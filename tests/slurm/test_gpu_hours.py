@@ -66,8 +66,10 @@ def test_a_budget_stops_a_job_and_a_larger_one_continues_it_to_the_same_bits(
     def trained_s() -> float:
         return next(run_owners(run)).spent.get("training", 0.0)
 
+    old = trained_s()  # perhaps of a heartbeat before the last save
+    wait_until(lambda: trained_s() > old, "no heartbeat after the step", job.output)
     before = trained_s()
-    wait_until(lambda: trained_s() > before + 3, "no heartbeat with three more seconds", job.output)
+    wait_until(lambda: trained_s() > before + 4, "no heartbeat with four more seconds", job.output)
     JobProcesses(job).ranks()[1].kill()
     wait_until(lambda: len(tiny.starts(run)) == 3, "no restart", job.output)
     (hold / str(AT)).unlink()
