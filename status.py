@@ -3,7 +3,7 @@
     python status.py                       all runs below runs/, a line each
     python status.py runs/my-run           one run: progress, time left, speed, losses, what to do
     python status.py --all scratch/runs --watch 10
-    python status.py runs/my-run --json    for scripts
+    python status.py runs/my-run --json    as JSON
     python status.py --all --html          all runs as a page, runs/runs.html
     python status.py --nodes               nodes with faults, for the administrators
     python status.py --all --sync          uploads what wandb recorded offline, from the login node
