@@ -19,9 +19,9 @@ def choose_products() -> str | None:
     """Use oneDNN for float32 matrix products if MKL is slow on this CPU; return a log line or None.
 
     MKL's AVX-512 kernels are fast only on Intel's processors. On an AMD EPYC a float32 step with
-    MKL takes 1.8 times as long. torch's precision "medium" selects oneDNN, but also allows factors
-    that are rounded to bfloat16. oneDNN rounds factors only on CPUs with AMX. This function checks
-    that nothing is rounded. Returns None if MKL is fast here or the user set a precision.
+    MKL takes 1.8 times as long. torch's precision "medium" selects oneDNN. It also permits rounding
+    to bfloat16, which oneDNN does only on CPUs with AMX. This function verifies that nothing is
+    rounded. Returns None if MKL is fast here or the user set a precision.
     """
     avx_512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     slow = avx_512 and not has_amx() and cpu_fact("vendor_id") not in ("", "GenuineIntel")
@@ -47,8 +47,9 @@ def products_name() -> str:
 def keep_freed_memory(environment: Mapping[str, str]) -> bool:
     """Make glibc keep freed memory for later allocations; return whether this worked.
 
-    If glibc gave the memory back, Linux would clear hundreds of megabytes in each step. This would
-    take a tenth of the time. Returns False without a change if the user configured malloc.
+    If glibc returned the memory to Linux, Linux would clear hundreds of megabytes in each step.
+    This would take a tenth of the step's time. If the user configured malloc, this function changes
+    nothing and returns False.
     """
     told = any(name.startswith(("MALLOC_TRIM_", "MALLOC_MMAP_")) for name in environment)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -58,7 +59,10 @@ def keep_freed_memory(environment: Mapping[str, str]) -> bool:
 
 
 def align_weights(model: nn.Module) -> None:
-    """Align weights on a CPU to cache lines. MKL then sums in the order of a resumed run."""
+    """Align weights on a CPU to cache lines, because MKL's order of sums depends on the alignment.
+
+    A resumed run then computes exactly the same numbers as an uninterrupted run.
+    """
     for weight in model.parameters():
         if weight.is_cpu and weight.data_ptr() % _CACHE_LINE:
             weight.data = weight.data.clone()

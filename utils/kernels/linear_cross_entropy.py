@@ -1,9 +1,8 @@
-"""LM head and cross-entropy for a chunk of tokens at a time, without the logits of all tokens.
+"""LM head and cross-entropy of one chunk of tokens at a time, never with all logits in memory.
 
 The forward pass also computes the gradients while a chunk's logits are in memory. The LM head then
 needs three matrix products. It would need four if the backward pass computed the logits again. On a
-GPU the softmax can be compiled, because without compilation it reads and writes memory several
-times.
+GPU the softmax can be compiled. Without compilation it reads and writes memory several times.
 """
 
 from collections.abc import Callable
@@ -22,15 +21,15 @@ IGNORED = -100
 class Sizes(NamedTuple):
     """Sizes of chunks of tokens and of buffers, for one type of device."""
 
-    rows: int  # maximal tokens of a chunk
+    rows: int  # maximum number of tokens in a chunk
     tile: int  # the number of tokens of a chunk is a multiple of this
-    logits: int  # maximal logits of a chunk
+    logits: int  # maximum number of logits in a chunk
     block: int  # number of logits that are converted to float32 at a time
     words: int  # the vocabulary is padded with zeros to a multiple of this
 
 
-# On a CPU a block fits the cache. Fast products on a GPU need rows of a multiple of 16 bytes: with
-# GPT-2's vocabulary of 50,257 a step took twice as long as with a padded vocabulary.
+# On a CPU a block fits into the cache. Fast products on a GPU need rows whose size is a multiple of
+# 16 bytes. With GPT-2's vocabulary of 50,257 a step took twice as long as with a padded vocabulary.
 SIZES = {
     "cpu": Sizes(rows=1024, tile=64, logits=2**26, block=2**20, words=1),
     "cuda": Sizes(rows=4096, tile=128, logits=2**29, block=2**25, words=8),
@@ -39,7 +38,7 @@ COMPILED_ROWS = 2048
 
 
 class LogitTerms(NamedTuple):
-    """Changes of a model's logits: a factor `scale`, then softcap * tanh(logits / softcap)."""
+    """Scale and soft cap of a model's logits: softcap * tanh(scale * logits / softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -62,8 +61,8 @@ def linear_cross_entropy(
     hits      (N,) bool, whether the target has the largest logit; None if gradients are computed,
               because gradients overwrite the logits
 
-    Matrix products have autocast's type, or without autocast the weight's type. Everything else is
-    float32, including the sum of the weight's gradient. The host does not wait for the device.
+    Matrix products use autocast's type, or the weight's type without autocast. Everything else is
+    float32, including the summed gradient of the weight. The host does not wait for the device.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
@@ -121,7 +120,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class ChunkedHead:
-    """The buffers of one call of `linear_cross_entropy`, and the gradients of the summed loss.
+    """Buffers of one call of `linear_cross_entropy`, and gradients of the summed loss.
 
     The weight (V, H) is padded to W >= V rows. The added rows and their gradients are zeros.
     """
@@ -169,8 +168,8 @@ class ChunkedHead:
     def chunk(self, rows: slice, targets: Tensor, has_loss: Tensor) -> Tensor:
         """Return the losses (C,) of C tokens, and add their gradients to the buffers.
 
-        rows: indices of the tokens. targets, has_loss (C,): ids to predict, and which of them have
-        a loss. Other tokens get the loss 0.
+        rows: indices of the tokens. targets (C,): the ids to predict. has_loss (C,): False for
+        tokens without a loss, which get the loss 0.
         """
         hidden = self.hidden[rows]
         if self.scale != 1:
@@ -248,7 +247,7 @@ def softmax_derivative(
 def compiled_softmax_derivative(
     logits: Tensor, targets: Tensor, cap: float | None, differentiate: bool
 ) -> Tensor:
-    """Return the result of `softmax_derivative` by a function that torch compiles for each shape.
+    """Compute `softmax_derivative` with a function that torch compiles for each shape.
 
     The compiled function reads the logits twice and writes them once.
     """
@@ -268,7 +267,7 @@ def _compiled() -> Callable[..., Tensor]:
 def _normalize(logits: Tensor, targets: Tensor, cap: float | None, differentiate: bool) -> Tensor:
     """Return log(sum(exp(logits))) (C,) of logits (C, V). See `softmax_derivative` for arguments.
 
-    torch compiles this function to two kernels: both read the logits, and the second writes them.
+    torch compiles this function to two kernels. Both read the logits, and the second writes them.
     """
     wide = logits.float()
     if cap is not None:
@@ -284,7 +283,6 @@ def _normalize(logits: Tensor, targets: Tensor, cap: float | None, differentiate
 
 
 def _with_zeros(values: Tensor, words: int, dtype: torch.dtype) -> Tensor:
-    """Return `values` (V, ...) as `dtype`, padded with zeros to `words` rows."""
     if len(values) == words:
         return values.to(dtype)
     padded = values.new_zeros((words, *values.shape[1:]), dtype=dtype)

@@ -18,7 +18,7 @@ SCORES = 2**21  # float32 scores that fit a CPU's caches
 
 
 class Documents(NamedTuple):
-    """The boundaries of documents in a micro-batch, whose tokens are counted through.
+    """Boundaries of documents, as indices into all tokens of a micro-batch.
 
     cu_seq_lens  int32 (n + 1,), 0 and the end of each document; the last value may be repeated
     max_length   upper bound of document lengths
@@ -31,9 +31,10 @@ class Documents(NamedTuple):
 
 
 class ScoreTerms(NamedTuple):
-    """Settings of attention besides queries, keys and values.
+    """Options of an attention function.
 
-    window: number of tokens that a query sees, its own token included. sinks: (heads,) logits.
+    window: the number of tokens that a query sees, including its own token. sinks (heads,): extra
+    logits in the softmax.
     """
 
     scale: float | None = None
@@ -50,8 +51,8 @@ def per_document_sdpa(
 ) -> Tensor:
     """Return causal attention inside each document, (tokens, heads, dim).
 
-    SDPA is called once for all documents of the same length. If `cu_seq_lens` is on a GPU, the host
-    waits for the GPU to read the lengths.
+    SDPA is called once for all documents of the same length. If `cu_seq_lens` is on a GPU, reading
+    the lengths blocks the host.
     """
     lengths = [length for length in documents.cu_seq_lens.diff().tolist() if length]
     assert sum(lengths) == query.shape[0], "cu_seq_lens must cover every token"
@@ -123,12 +124,12 @@ def _in_blocks(query: Tensor, length: int, terms: ScoreTerms) -> bool:
 
 
 def _blocked_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Return causal attention computed with oneDNN's products of blocks of queries and keys.
+    """Return causal attention, computed by oneDNN in blocks of QUERIES queries.
 
     A step on packed chats takes 16 % less time with this function than with SDPA.
     """
     heads, length, _ = query.shape[1:]
-    # For few different shapes, split the batch into powers of two.
+    # Split the batch into powers of two, because oneDNN compiles code for each shape.
     most = max(1, SCORES // (heads * min(QUERIES, length) * length))
     sizes: list[int] = []
     while left := len(query) - sum(sizes):
@@ -159,7 +160,7 @@ def _attend_in_blocks(scale: float | None, query: Tensor, key: Tensor, value: Te
 def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) -> Tensor:
     """Return causal attention with soft caps (Gemma 2) or sinks, which SDPA does not support.
 
-    A sink (gpt-oss) is a logit in the softmax that has no value.
+    A sink (gpt-oss) is an extra logit in the softmax without a value.
     """
     length, heads = query.shape[2], query.shape[1]
     key, value = (s.repeat_interleave(heads // s.shape[1], dim=1) for s in (key, value))

@@ -1,9 +1,9 @@
-"""Attention of sequences of which each rank has a slice: ranks exchange tokens for heads.
+"""Attention of sequences that are split over ranks: ranks exchange tokens for heads.
 
 The ranks of a group hold equally long slices of each sequence, in the order of the ranks. Before
 attention, an all-to-all gives each rank all tokens of some heads. After attention, an all-to-all
-gives each rank its own tokens with all heads. Any kernel for packed documents thus runs on whole
-sequences with their own boundaries (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509).
+gives each rank its own tokens with all heads. A kernel for packed documents therefore runs on whole
+sequences (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509).
 """
 
 import datetime
@@ -21,9 +21,9 @@ from utils.kernels.per_document import ScoreTerms
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """A group of `size` ranks that share each micro-batch. A rank has a slice of each sequence.
+    """A group of `size` ranks that share each micro-batch. Each rank has a slice of each sequence.
 
-    rank: index of this process in the group. group: None if nothing is sent, to count memory.
+    rank: index of this process in the group. group: None in a memory estimate, which sends nothing.
     """
 
     size: int
@@ -57,7 +57,7 @@ class ContextGroup:
         """
         blocks = states.unflatten(1, (self.size, -1)).movedim(1, 0)
         received = _AllToAll.apply(blocks, self.group)  # (size, rows, own tokens, heads, dim)
-        # With one head per rank flatten makes a view, but AFMoE's output.view needs a copy.
+        # With one head per rank flatten returns a view, but AFMoE's output.view needs a copy.
         return received.movedim(0, 2).flatten(2, 3).contiguous()
 
     def _heads_for_tokens(self, states: Tensor) -> Tensor:
@@ -67,9 +67,10 @@ class ContextGroup:
 
 
 class _AllToAll(torch.autograd.Function):
-    """All-to-all of (size, ...): block j goes to rank j, and block j of the result is from rank j.
+    """All-to-all exchange of blocks (size, ...).
 
-    The backward pass exchanges the gradients in the same way.
+    Block j goes to rank j. Block j of the result comes from rank j. The backward pass exchanges the
+    gradients in the same way.
     """
 
     @staticmethod
@@ -88,10 +89,10 @@ class _AllToAll(torch.autograd.Function):
 
 
 def context_group(size: int, timeout_s: float) -> ContextGroup | None:
-    """Return this rank's group of `size` consecutive ranks, or None if `size` is 1. Collective.
+    """Return this rank's group of `size` consecutive ranks, or None if `size` is 1.
 
-    A node has consecutive ranks. A group is therefore inside one node if `size` divides the number
-    of the node's GPUs. timeout_s: time limit of an exchange in the group.
+    All ranks must call this. A node has consecutive ranks, so a group is inside one node if `size`
+    divides the node's number of GPUs. timeout_s: time limit of an exchange in the group.
     """
     if size == 1:
         return None
@@ -101,10 +102,10 @@ def context_group(size: int, timeout_s: float) -> ContextGroup | None:
 
 
 def cut_positions(positions: Tensor, length: int, context: ContextGroup) -> Tensor:
-    """Return those of `positions` that are in this rank's slices, as indices into these slices.
+    """Return the `positions` in this rank's slices, as indices into the tokens of the slices.
 
     positions (N,): indices into the tokens of all sequences, which have `length` tokens each. They
-    are in CPU memory, because with a GPU the host would wait for the selection.
+    are in CPU memory, because a selection on a GPU would block the host.
     """
     rows, places = positions // length, positions % length
     own = length // context.size
@@ -117,7 +118,7 @@ def cut_inputs(inputs: dict[str, Any], context: ContextGroup) -> dict[str, Any]:
     """Return this rank's slices (rows, length / size) of a model's inputs (rows, length).
 
     Adds `shift_labels`, the label after each token, because a slice lacks the label after its last
-    token. Document boundaries are not cut: they count the tokens of whole sequences.
+    token. Document boundaries stay unchanged: they count the tokens of whole sequences.
     """
     own = inputs["input_ids"].shape[1] // context.size
     following = functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)

@@ -40,7 +40,7 @@ CUDNN_FIRST = [
 
 
 class AttentionNeeds(NamedTuple):
-    """The features that a model needs in an attention kernel; `dropout` is a probability."""
+    """The features that a model needs from an attention kernel. dropout: a probability."""
 
     head_dim: int
     softcap: bool = False
@@ -56,8 +56,8 @@ KernelFunction = Callable[[Tensor, Tensor, Tensor, Documents, ScoreTerms], Tenso
 class VarlenKernel:
     """An attention kernel for packed documents.
 
-    name: in --attn_implementation. label: in messages. features: those of softcap, sinks and
-    dropout that the kernel has.
+    name: the value of --attn_implementation. label: the name in messages. features: which of
+    softcap, sinks and dropout the kernel supports.
     """
 
     name: str
@@ -97,7 +97,7 @@ CUDNN = VarlenKernel("cudnn", "cuDNN's SDPA of each document", frozenset({"dropo
 
 
 def register_packed_varlen(kernel: VarlenKernel) -> None:
-    """Register `packed_varlen` in transformers without a mask function: models build no mask."""
+    """Register `packed_varlen` in transformers without a mask function, so models build no mask."""
     AttentionInterface.register(NAME, partial(packed_varlen, kernel=kernel))
 
 
@@ -109,13 +109,13 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
     max_length_q: int | None = None, kernel: VarlenKernel = PER_DOCUMENT,
     context: ContextGroup | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Return causal attention inside each packed document, as transformers' models call it.
+    """Return causal attention inside each packed document. transformers' models call this.
 
     query (B, H, T, D), key and value (B, Hkv, T, D); returns ((B, T, H, D), None). `cu_seq_lens_q`
-    has the begins and ends of documents in the B * T tokens. On a CPU or in float32, PER_DOCUMENT
-    replaces a kernel that needs CUDA. With `context`, the states have this rank's slice of each
-    sequence, and `cu_seq_lens_q` counts whole sequences. Raises ConfigurationError for unsupported
-    inputs.
+    has the boundaries of documents in the B * T tokens. On a CPU or in float32, PER_DOCUMENT
+    replaces a kernel that needs CUDA. With `context`, query, key and value have this rank's slice
+    of each sequence, but `cu_seq_lens_q` counts the tokens of whole sequences. Raises
+    ConfigurationError for unsupported inputs.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     terms = ScoreTerms(scaling, dropout, sliding_window, softcap, s_aux)
@@ -159,7 +159,7 @@ def find_kernels(
 ) -> tuple[list[VarlenKernel], list[str]]:
     """Return the usable kernels, fastest first, and a reason for each kernel that is not usable.
 
-    dtype: the type that attention computes in. whole_rows: no sequence of the run has more than one
+    dtype: the type that attention computes in. whole_rows: each sequence of the run has at most one
     document.
     """
     candidates = _cuda_kernels(dtype) if device_type == "cuda" else []
@@ -172,7 +172,7 @@ def find_kernels(
             refusals.append(f"{label} lacks {', '.join(missing)}")
         else:
             usable.append(kernel)
-    # On Hopper, cuDNN's half-precision kernel is faster than these two, but not than
+    # On Hopper, cuDNN's half-precision kernel is faster than these two kernels, but not faster than
     # FlashAttention 3.
     if whole_rows and usable[0].name in ("flash_attention_2", "torch_varlen") and _is_hopper():
         by_row = load_row_sdpa(needs, packed=usable[0])
@@ -181,7 +181,7 @@ def find_kernels(
 
 
 def _cuda_kernels(dtype: torch.dtype) -> list[tuple[str, VarlenKernel | str]]:
-    """Return pairs (label, kernel) for CUDA, fastest first. A missing kernel is its reason."""
+    """Return pairs (label, kernel) for CUDA, fastest first; a reason replaces a missing kernel."""
     if dtype not in HALF_TYPES:
         return [("flash kernels", f"computed in {str(dtype).removeprefix('torch.')}")]
     major, minor = torch.cuda.get_device_capability()
@@ -209,7 +209,7 @@ def _import_function(module: str, name: str) -> Callable[..., Tensor] | str:
 
 
 def load_flash_attention(version: int) -> VarlenKernel | str:
-    """Return FlashAttention 2 or 3 as a kernel, or the reason that it is missing, as text."""
+    """Return FlashAttention 2 or 3 as a kernel, or a text that says why it is missing."""
     module = {2: "flash_attn", 3: "flash_attn_interface"}[version]
     function = _import_function(module, "flash_attn_varlen_func")
     if isinstance(function, str):
@@ -225,9 +225,9 @@ def _flash(
     function: Callable[..., Tensor | tuple[Tensor, ...]],
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms,
 ) -> Tensor:  # fmt: skip
-    """Return the attention of `function`, which is `flash_attn_varlen_func` of some version.
+    """Call `function`, the `flash_attn_varlen_func` of FlashAttention 2 or 3.
 
-    Only options that differ from their default are given, because some versions lack some options.
+    Pass only options that differ from their default, because some versions lack some options.
     """
     options: dict[str, object] = {"causal": True, "softmax_scale": terms.scale}
     # By default the backward pass sums with atomic additions, in varying order.
@@ -249,7 +249,7 @@ def _flash(
 
 
 def load_torch_varlen() -> VarlenKernel | str:
-    """Return torch's variable-length attention as a kernel, or why it is missing, as text."""
+    """Return torch's varlen_attn as a kernel, or a text that says why it is missing."""
     function = _import_function("torch.nn.attention.varlen", "varlen_attn")
     if isinstance(function, str):
         return function
@@ -271,7 +271,7 @@ def load_torch_varlen() -> VarlenKernel | str:
 
 
 def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel | None:
-    """Return a kernel that runs cuDNN's SDPA on whole sequences, if each has one document.
+    """Return a kernel that runs cuDNN's SDPA on whole sequences of one document each.
 
     The padding after a document attends to the document but has no loss. For sequences of several
     documents, as in `check_isolation`, the kernel calls `packed`. Returns None if the model needs
