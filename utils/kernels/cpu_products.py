@@ -28,7 +28,7 @@ def choose_products() -> str | None:
     if not slow or torch.get_float32_matmul_precision() != _EXACT:
         return None
     torch.set_float32_matmul_precision(_ONEDNN)
-    if _keeps_every_bit():
+    if _products_are_exact():
         return "oneDNN's, faster than MKL's on this CPU; full precision verified"
     torch.set_float32_matmul_precision(_EXACT)
     return "MKL's; oneDNN's, faster on this CPU, would round factors"
@@ -51,9 +51,9 @@ def keep_freed_memory(environment: Mapping[str, str]) -> bool:
     This would take a tenth of the step's time. If the user configured malloc, this function changes
     nothing and returns False.
     """
-    told = any(name.startswith(("MALLOC_TRIM_", "MALLOC_MMAP_")) for name in environment)
+    configured = any(name.startswith(("MALLOC_TRIM_", "MALLOC_MMAP_")) for name in environment)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if told or "glibc.malloc" in environment.get("GLIBC_TUNABLES", "") or mallopt is None:
+    if configured or "glibc.malloc" in environment.get("GLIBC_TUNABLES", "") or mallopt is None:
         return False
     return bool(mallopt(_MMAP_MAX, 0) and mallopt(_TRIM_THRESHOLD, -1))
 
@@ -68,7 +68,7 @@ def align_weights(model: nn.Module) -> None:
             weight.data = weight.data.clone()
 
 
-def _keeps_every_bit() -> bool:
+def _products_are_exact() -> bool:
     values = torch.rand(2, 96, 384, generator=torch.Generator().manual_seed(0)) + 1
     unit = torch.eye(384).expand(2, -1, -1)
     return torch.equal(values[0] @ unit[0], values[0]) and torch.equal(values @ unit, values)

@@ -67,12 +67,12 @@ def linear_cross_entropy(
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     gradients = torch.is_grad_enabled()  # always off inside autograd functions
-    how = (dtype, terms, gradients, compiled and device != "cpu")
+    options = (dtype, terms, gradients, compiled and device != "cpu")
     with torch.autocast(device, enabled=False):
-        return _LinearCrossEntropy.apply(hidden, weight, bias, targets, *how)
+        return _LinearCrossEntropy.apply(hidden, weight, bias, targets, *options)
 
 
-def _whole(count: int, tile: int) -> int:
+def _round_up(count: int, tile: int) -> int:
     return -(-count // tile) * tile
 
 
@@ -87,21 +87,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needed = tuple(gradients and needs for needs in ctx.needs_input_grad)
         tokens = len(hidden)
         if hidden.device.type == "cpu":  # pad: oneDNN compiles code for each number of tokens
-            more = _whole(tokens, SIZES["cpu"].tile) - tokens
-            hidden = functional.pad(hidden, (0, 0, 0, more))
-            targets = functional.pad(targets, (0, more), value=IGNORED)
-        work = ChunkedHead(hidden.to(dtype), weight, bias, terms, needed, compiled)
+            padding = _round_up(tokens, SIZES["cpu"].tile) - tokens
+            hidden = functional.pad(hidden, (0, 0, 0, padding))
+            targets = functional.pad(targets, (0, padding), value=IGNORED)
+        head = ChunkedHead(hidden.to(dtype), weight, bias, terms, needed, compiled)
         losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         has_loss = targets != IGNORED
         targets = targets.clamp(min=0)
-        for begin in range(0, len(hidden), work.chunk_rows):
-            rows = slice(begin, min(begin + work.chunk_rows, len(hidden)))
-            losses[rows] = work.chunk(rows, targets[rows], has_loss[rows])
-        of_hidden, *of_head = work.gradients()
-        ctx.gradients = (None if of_hidden is None else of_hidden[:tokens], *of_head)
-        each, hits = losses[:tokens], work.hits
-        ctx.mark_non_differentiable(each)
-        return losses.sum(), each, None if hits is None else hits[:tokens]
+        for begin in range(0, len(hidden), head.chunk_rows):
+            rows = slice(begin, min(begin + head.chunk_rows, len(hidden)))
+            losses[rows] = head.chunk(rows, targets[rows], has_loss[rows])
+        hidden_gradient, *head_gradients = head.gradients()
+        if hidden_gradient is not None:
+            hidden_gradient = hidden_gradient[:tokens]
+        ctx.gradients = (hidden_gradient, *head_gradients)
+        token_losses, hits = losses[:tokens], head.hits
+        ctx.mark_non_differentiable(token_losses)
+        return losses.sum(), token_losses, None if hits is None else hits[:tokens]
 
     @staticmethod
     @override
@@ -111,10 +113,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         assert ctx.gradients is not None, "this loss was differentiated before"
         # Scale in place, because the weight's gradient is large. Drop the references, so that
         # autograd can add the gradient of a tied embedding in place.
-        made, ctx.gradients = ctx.gradients, None
+        unscaled, ctx.gradients = ctx.gradients, None
         scaled = [
-            None if own is None else own.mul_(scale).to(dtype)
-            for own, dtype in zip(made, ctx.dtypes, strict=True)
+            None if gradient is None else gradient.mul_(scale).to(dtype)
+            for gradient, dtype in zip(unscaled, ctx.dtypes, strict=True)
         ]
         return *scaled, None, None, None, None, None
 
@@ -131,17 +133,17 @@ class ChunkedHead:
     ):  # fmt: skip
         device, self.vocabulary = hidden.device.type, len(weight)
         sizes = SIZES.get(device, SIZES["cuda"])
-        words = _whole(self.vocabulary, sizes.words)
+        words = _round_up(self.vocabulary, sizes.words)
         self.hidden, self.scale, self.cap = hidden, terms.scale, terms.softcap
-        self.weight = _with_zeros(weight, words, hidden.dtype)
-        self.bias = None if bias is None else _with_zeros(bias, words, hidden.dtype) * self.scale
-        self.compiled, self.needed = compiled, any(needed)
-        most = min(COMPILED_ROWS if compiled else sizes.rows, sizes.logits // words)
-        self.chunk_rows = max(1, most // sizes.tile * sizes.tile)
+        self.weight = _pad_rows(weight, words, hidden.dtype)
+        self.bias = None if bias is None else _pad_rows(bias, words, hidden.dtype) * self.scale
+        self.compiled, self.differentiate = compiled, any(needed)
+        max_rows = min(COMPILED_ROWS if compiled else sizes.rows, sizes.logits // words)
+        self.chunk_rows = max(1, max_rows // sizes.tile * sizes.tile)
         if not compiled:  # compiled chunks keep one size, because each shape compiles again
             chunks = max(1, -(-len(hidden) // self.chunk_rows))  # chunks get about the same size
-            even = _whole(max(1, -(-len(hidden) // chunks)), sizes.tile)
-            self.chunk_rows = min(even, self.chunk_rows)
+            even_rows = _round_up(max(1, -(-len(hidden) // chunks)), sizes.tile)
+            self.chunk_rows = min(even_rows, self.chunk_rows)
         self.logits = hidden.new_empty(self.chunk_rows, words)
         zeros = partial(torch.zeros, dtype=torch.float32, device=hidden.device)
         # The number of tokens whose logits are converted at a time: at least one per thread.
@@ -183,22 +185,23 @@ class ChunkedHead:
             targets = functional.pad(targets, (0, self.chunk_rows - tokens))
             self.logits[tokens:] = 0
             logits = self.logits[:, : self.vocabulary]
-            losses = compiled_softmax_derivative(logits, targets, self.cap, self.needed)[:tokens]
+            losses = compiled_softmax_derivative(logits, targets, self.cap, self.differentiate)
+            losses = losses[:tokens]
         else:
             logits = derivative[:, : self.vocabulary]
-            losses = softmax_derivative(logits, targets, self.buffers, self.cap, self.needed)
+            losses = softmax_derivative(logits, targets, self.buffers, self.cap, self.differentiate)
         if self.hits is not None:
-            likely = logits.max(-1).indices  # on a CPU three times as fast as argmax
-            self.hits[rows] = (likely == targets)[:tokens] & has_loss
-        own = has_loss[:, None].to(hidden.dtype)
+            predicted = logits.max(-1).indices  # on a CPU three times as fast as argmax
+            self.hits[rows] = (predicted == targets)[:tokens] & has_loss
+        loss_mask = has_loss[:, None].to(hidden.dtype)
         if self.hidden_gradient is not None:
             gradient = self.hidden_gradient[rows]
             torch.mm(derivative, self.weight, out=gradient)
-            gradient.mul_(own * self.scale)
+            gradient.mul_(loss_mask * self.scale)
         if self.weight_gradient is not None:
-            self._add_weight_gradient(derivative, hidden * own)
+            self._add_weight_gradient(derivative, hidden * loss_mask)
         if self.bias_gradient is not None:
-            self.bias_gradient += torch.mv(derivative.T, own[:, 0] * self.scale)
+            self.bias_gradient += torch.mv(derivative.T, loss_mask[:, 0] * self.scale)
         return losses * has_loss
 
     def _add_weight_gradient(self, derivative: Tensor, hidden: Tensor) -> None:
@@ -221,26 +224,26 @@ def softmax_derivative(
     or None. differentiate: replace the logits in place by the derivatives of the losses.
     """
     size, losses = len(buffers[0]), []
-    for some, those in zip(logits.split(size), targets[:, None].split(size), strict=True):
-        wide, derivative = (buffer[: len(some)] for buffer in buffers)
-        wide.copy_(some)
+    for block, ids in zip(logits.split(size), targets[:, None].split(size), strict=True):
+        scores, derivative = (buffer[: len(block)] for buffer in buffers)
+        scores.copy_(block)
         if cap is not None:
-            wide.div_(cap).tanh_().mul_(cap)
+            scores.div_(cap).tanh_().mul_(cap)
         # On a CPU the largest probability, exp(largest) / sum(exp), gives the sum in 0.6 of the
         # time of a log-softmax.
-        if wide.is_cpu:
-            torch.softmax(wide, -1, out=derivative)
-            normalizer = wide.amax(-1) - derivative.amax(-1).log()
-            losses.append(normalizer - wide.gather(-1, those).squeeze(-1))
+        if scores.is_cpu:
+            torch.softmax(scores, -1, out=derivative)
+            normalizer = scores.amax(-1) - derivative.amax(-1).log()
+            losses.append(normalizer - scores.gather(-1, ids).squeeze(-1))
         else:
-            torch.log_softmax(wide, -1, out=derivative)
-            losses.append(-derivative.gather(-1, those).squeeze(-1))
+            torch.log_softmax(scores, -1, out=derivative)
+            losses.append(-derivative.gather(-1, ids).squeeze(-1))
         if differentiate:
-            derivative = derivative if wide.is_cpu else derivative.exp_()
-            derivative.scatter_(-1, those, derivative.gather(-1, those) - 1)
+            derivative = derivative if scores.is_cpu else derivative.exp_()
+            derivative.scatter_(-1, ids, derivative.gather(-1, ids) - 1)
             if cap is not None:
-                derivative.mul_(wide.div_(cap).square_().neg_().add_(1))
-            some.copy_(derivative)
+                derivative.mul_(scores.div_(cap).square_().neg_().add_(1))
+            block.copy_(derivative)
     return torch.cat(losses)
 
 
@@ -253,38 +256,38 @@ def compiled_softmax_derivative(
     """
     # Read the targets' logits outside the compiled function. Inside, torch 2.11 on a CPU would read
     # them only after overwriting the logits.
-    chosen = logits.gather(-1, targets[:, None]).squeeze(-1).float()
+    target_logits = logits.gather(-1, targets[:, None]).squeeze(-1).float()
     if cap is not None:
-        chosen = chosen.div_(cap).tanh_().mul_(cap)
-    return _compiled()(logits, targets, cap, differentiate) - chosen
+        target_logits = target_logits.div_(cap).tanh_().mul_(cap)
+    return _compiled_log_sum_exp()(logits, targets, cap, differentiate) - target_logits
 
 
 @cache
-def _compiled() -> Callable[..., Tensor]:
-    return torch.compile(_normalize, dynamic=False)
+def _compiled_log_sum_exp() -> Callable[..., Tensor]:
+    return torch.compile(_log_sum_exp, dynamic=False)
 
 
-def _normalize(logits: Tensor, targets: Tensor, cap: float | None, differentiate: bool) -> Tensor:
+def _log_sum_exp(logits: Tensor, targets: Tensor, cap: float | None, differentiate: bool) -> Tensor:
     """Return log(sum(exp(logits))) (C,) of logits (C, V). See `softmax_derivative` for arguments.
 
     torch compiles this function to two kernels. Both read the logits, and the second writes them.
     """
-    wide = logits.float()
+    scores = logits.float()
     if cap is not None:
-        wide = cap * torch.tanh(wide / cap)
-    normalizer = torch.logsumexp(wide, -1, keepdim=True)
+        scores = cap * torch.tanh(scores / cap)
+    normalizer = torch.logsumexp(scores, -1, keepdim=True)
     if differentiate:
         words = torch.arange(logits.shape[1], device=logits.device)
-        derivative = (wide - normalizer).exp() - (words == targets[:, None]).float()
+        derivative = (scores - normalizer).exp() - (words == targets[:, None]).float()
         if cap is not None:
-            derivative = derivative * (1 - (wide / cap).square())
+            derivative = derivative * (1 - (scores / cap).square())
         logits.copy_(derivative)
     return normalizer.squeeze(-1)
 
 
-def _with_zeros(values: Tensor, words: int, dtype: torch.dtype) -> Tensor:
-    if len(values) == words:
+def _pad_rows(values: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    if len(values) == rows:
         return values.to(dtype)
-    padded = values.new_zeros((words, *values.shape[1:]), dtype=dtype)
+    padded = values.new_zeros((rows, *values.shape[1:]), dtype=dtype)
     padded[: len(values)] = values
     return padded

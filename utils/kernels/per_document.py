@@ -61,19 +61,19 @@ def per_document_sdpa(
             states.unflatten(0, (-1, lengths[0])).transpose(1, 2) for states in (query, key, value)
         )
         return causal_sdpa(query, key, value, terms).transpose(1, 2).flatten(0, 1)
-    alike: dict[int, list[int]] = {}
+    by_length: dict[int, list[int]] = {}
     for document, length in enumerate(lengths):
-        blocked = _in_blocks(query, length, terms)
+        blocked = _uses_blocks(query, length, terms)
         # oneDNN compiles code for each shape, so round lengths up. Causal attention cannot see the
         # padding after a document.
-        alike.setdefault(-(-length // 64) * 64 if blocked else length, []).append(document)
+        by_length.setdefault(-(-length // 64) * 64 if blocked else length, []).append(document)
     # split and cat have one backward node each. Slices would create a zero-filled gradient of all
     # tokens for each document.
     pieces = [states.split(lengths) for states in (query, key, value)]
     outputs: list[Tensor] = [query] * len(lengths)
-    for length, members in alike.items():
+    for length, members in by_length.items():
         rows, keys, values = (
-            torch.stack([_filled(part[document], length) for document in members]).transpose(1, 2)
+            torch.stack([_padded(part[document], length) for document in members]).transpose(1, 2)
             for part in pieces
         )
         attended = causal_sdpa(rows, keys, values, terms).transpose(1, 2)
@@ -82,9 +82,9 @@ def per_document_sdpa(
     return torch.cat(outputs)
 
 
-def _filled(states: Tensor, length: int) -> Tensor:
-    more = length - len(states)
-    return functional.pad(states, (0, 0, 0, 0, 0, more)) if more else states
+def _padded(states: Tensor, length: int) -> Tensor:
+    missing = length - len(states)
+    return functional.pad(states, (0, 0, 0, 0, 0, missing)) if missing else states
 
 
 def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) -> Tensor:
@@ -94,7 +94,7 @@ def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) ->
     length = query.shape[2]
     if terms.window is not None and terms.window >= length:
         terms = terms._replace(window=None)  # the window hides nothing
-    blocked = _in_blocks(query, length, terms)
+    blocked = _uses_blocks(query, length, terms)
     short = query.device.type == "cpu" and length <= SHORT_ON_CPU
     if query.dtype in HALF_TYPES and (blocked or short):
         with torch.autocast("cpu", enabled=False):  # autocast would cast back to half precision
@@ -102,7 +102,7 @@ def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) ->
         return attended.to(query.dtype)
     if blocked:
         return _blocked_attention(query, key, value, terms.scale)
-    mask = None if terms.window is None else _visible(length, terms.window, query.device)
+    mask = None if terms.window is None else _causal_mask(length, terms.window, query.device)
     grouped = query.shape[1] != key.shape[1]
     # On CUDA only half-precision kernels without mask support grouped heads. Otherwise torch would
     # use a kernel that keeps all scores in memory.
@@ -116,11 +116,11 @@ def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) ->
     )  # fmt: skip
 
 
-def _in_blocks(query: Tensor, length: int, terms: ScoreTerms) -> bool:
+def _uses_blocks(query: Tensor, length: int, terms: ScoreTerms) -> bool:
     plain = terms._replace(scale=None, window=None) == ScoreTerms()
     whole = terms.window is None or terms.window >= length
-    computed = query.device.type == "cpu" and query.dtype in (torch.float32, *HALF_TYPES)
-    return plain and whole and computed and length <= BLOCKED_ON_CPU and by_onednn()
+    supported = query.device.type == "cpu" and query.dtype in (torch.float32, *HALF_TYPES)
+    return plain and whole and supported and length <= BLOCKED_ON_CPU and by_onednn()
 
 
 def _blocked_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
@@ -130,12 +130,12 @@ def _blocked_attention(query: Tensor, key: Tensor, value: Tensor, scale: float |
     """
     heads, length, _ = query.shape[1:]
     # Split the batch into powers of two, because oneDNN compiles code for each shape.
-    most = max(1, SCORES // (heads * min(QUERIES, length) * length))
+    max_rows = max(1, SCORES // (heads * min(QUERIES, length) * length))
     sizes: list[int] = []
-    while left := len(query) - sum(sizes):
-        sizes.append(1 << (min(left, most).bit_length() - 1))
+    while remaining := len(query) - sum(sizes):
+        sizes.append(1 << (min(remaining, max_rows).bit_length() - 1))
     splits = (states.split(sizes) for states in (query, key, value))
-    return torch.cat([_attend_in_blocks(scale, *some) for some in zip(*splits, strict=True)])
+    return torch.cat([_attend_in_blocks(scale, *part) for part in zip(*splits, strict=True)])
 
 
 def _attend_in_blocks(scale: float | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -144,13 +144,13 @@ def _attend_in_blocks(scale: float | None, query: Tensor, key: Tensor, value: Te
     pairs = rows * key.shape[1]  # (row, key head) pairs, each with several query heads
     query = (query * (dim**-0.5 if scale is None else scale)).reshape(pairs, -1, length, dim)
     key, value = (states.reshape(pairs, length, -1) for states in (key, value))
-    later = torch.full((QUERIES, QUERIES), -torch.inf, device=query.device).triu_(1)
+    mask = torch.full((QUERIES, QUERIES), -torch.inf, device=query.device).triu_(1)
     outputs = []
-    for begin, own in zip(range(0, length, QUERIES), query.split(QUERIES, 2), strict=True):
-        stop = begin + own.shape[2]
-        scores = torch.bmm(own.flatten(1, 2), key[:, :stop].mT).unflatten(1, (-1, stop - begin))
+    for begin, queries in zip(range(0, length, QUERIES), query.split(QUERIES, 2), strict=True):
+        stop = begin + queries.shape[2]
+        scores = torch.bmm(queries.flatten(1, 2), key[:, :stop].mT).unflatten(1, (-1, stop - begin))
         with torch.no_grad():  # adding a constant does not change the gradient
-            scores[..., begin:] += later[: stop - begin, : stop - begin]
+            scores[..., begin:] += mask[: stop - begin, : stop - begin]
         weights = scores.softmax(-1).flatten(1, 2)
         attended = torch.bmm(weights, value[:, :stop])
         outputs.append(attended.unflatten(1, (-1, stop - begin)))
@@ -168,7 +168,8 @@ def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, terms: ScoreT
     scores = query @ key.transpose(2, 3) * scale
     if terms.softcap is not None:
         scores = terms.softcap * torch.tanh(scores / terms.softcap)
-    scores = scores.float().masked_fill(~_visible(length, terms.window, query.device), -torch.inf)
+    visible = _causal_mask(length, terms.window, query.device)
+    scores = scores.float().masked_fill(~visible, -torch.inf)
     if terms.sinks is not None:
         sinks = terms.sinks.float().view(1, -1, 1, 1).expand(len(scores), -1, length, 1)
         scores = torch.cat([scores, sinks], dim=-1)
@@ -176,7 +177,7 @@ def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, terms: ScoreT
     return functional.dropout(weights, terms.dropout).to(value.dtype) @ value
 
 
-def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
+def _causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
     """Return a bool (query, key) mask, True where a query sees a key."""
     causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return causal if window is None else causal.triu(1 - window)

@@ -45,7 +45,7 @@ class ContextGroup:
         """
         if (copies := self.size // key.shape[2]) > 1:
             key, value = (states.repeat_interleave(copies, dim=2) for states in (key, value))
-        query, key, value = (self._heads_for_tokens(states) for states in (query, key, value))
+        query, key, value = (self._tokens_of_own_heads(states) for states in (query, key, value))
         if terms.sinks is not None:
             terms = terms._replace(sinks=terms.sinks.chunk(self.size)[self.rank])
         return query, key, value, terms
@@ -60,7 +60,7 @@ class ContextGroup:
         # With one head per rank flatten returns a view, but AFMoE's output.view needs a copy.
         return received.movedim(0, 2).flatten(2, 3).contiguous()
 
-    def _heads_for_tokens(self, states: Tensor) -> Tensor:
+    def _tokens_of_own_heads(self, states: Tensor) -> Tensor:
         blocks = states.unflatten(2, (self.size, -1)).movedim(2, 0)
         received = _AllToAll.apply(blocks, self.group)  # (size, rows, tokens, own heads, dim)
         return received.movedim(0, 1).flatten(1, 2)
@@ -107,11 +107,11 @@ def cut_positions(positions: Tensor, length: int, context: ContextGroup) -> Tens
     positions (N,): indices into the tokens of all sequences, which have `length` tokens each. They
     are in CPU memory, because a selection on a GPU would block the host.
     """
-    rows, places = positions // length, positions % length
-    own = length // context.size
-    is_own = places // own == context.rank
-    cut = (rows * own + places % own)[is_own]
-    return cut.pin_memory() if positions.is_pinned() else cut
+    rows, offsets = positions // length, positions % length
+    slice_length = length // context.size
+    is_own = offsets // slice_length == context.rank
+    indices = (rows * slice_length + offsets % slice_length)[is_own]
+    return indices.pin_memory() if positions.is_pinned() else indices
 
 
 def cut_inputs(inputs: dict[str, Any], context: ContextGroup) -> dict[str, Any]:
@@ -120,11 +120,13 @@ def cut_inputs(inputs: dict[str, Any], context: ContextGroup) -> dict[str, Any]:
     Adds `shift_labels`, the label after each token, because a slice lacks the label after its last
     token. Document boundaries stay unchanged: they count the tokens of whole sequences.
     """
-    own = inputs["input_ids"].shape[1] // context.size
+    slice_length = inputs["input_ids"].shape[1] // context.size
     following = functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
     per_token = {name: inputs[name] for name in ("input_ids", "labels", "position_ids")}
     per_token["shift_labels"] = following
     cut = inputs | {name: context.slice_of(value) for name, value in per_token.items()}
     if "sequence_tokens" in cut:
-        cut["sequence_tokens"] = (cut["sequence_tokens"] - context.rank * own).clamp(0, own)
+        earlier_tokens = context.rank * slice_length
+        own_tokens = cut["sequence_tokens"] - earlier_tokens
+        cut["sequence_tokens"] = own_tokens.clamp(0, slice_length)
     return cut | {"context": context}

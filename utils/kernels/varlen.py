@@ -79,13 +79,13 @@ class VarlenKernel:
         return missing
 
 
-_ALL = frozenset({"dropout", "softcap", "sinks"})
+_ALL_FEATURES = frozenset({"dropout", "softcap", "sinks"})
 PER_DOCUMENT = VarlenKernel(
-    "per_document_sdpa", "per-document SDPA", _ALL, per_document_sdpa, on_cuda_only=False
+    "per_document_sdpa", "per-document SDPA", _ALL_FEATURES, per_document_sdpa, on_cuda_only=False
 )
 
 
-def _cudnn(
+def _cudnn_sdpa(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms
 ) -> Tensor:
     # cuDNN refuses a document of one token (torch's sdp_utils.cpp, check_cudnn_tensor_shapes).
@@ -93,7 +93,7 @@ def _cudnn(
         return per_document_sdpa(query, key, value, documents, terms)
 
 
-CUDNN = VarlenKernel("cudnn", "cuDNN's SDPA of each document", frozenset({"dropout"}), _cudnn)
+CUDNN = VarlenKernel("cudnn", "cuDNN's SDPA of each document", frozenset({"dropout"}), _cudnn_sdpa)
 
 
 def register_packed_varlen(kernel: VarlenKernel) -> None:
@@ -164,8 +164,8 @@ def find_kernels(
     """
     candidates = _cuda_kernels(dtype) if device_type == "cuda" else []
     usable, refusals = [], []
-    by_name = [(CUDNN.label, CUDNN)] if device_type == "cuda" and dtype in HALF_TYPES else []
-    for label, kernel in [*candidates, (PER_DOCUMENT.label, PER_DOCUMENT), *by_name]:
+    on_request = [(CUDNN.label, CUDNN)] if device_type == "cuda" and dtype in HALF_TYPES else []
+    for label, kernel in [*candidates, (PER_DOCUMENT.label, PER_DOCUMENT), *on_request]:
         if isinstance(kernel, str):
             refusals.append(f"{label}: {kernel}")
         elif missing := kernel.missing(needs):
@@ -175,8 +175,8 @@ def find_kernels(
     # On Hopper, cuDNN's half-precision kernel is faster than these two kernels, but not faster than
     # FlashAttention 3.
     if whole_rows and usable[0].name in ("flash_attention_2", "torch_varlen") and _is_hopper():
-        by_row = load_row_sdpa(needs, packed=usable[0])
-        usable = [by_row, *usable] if by_row else usable
+        row_kernel = load_row_sdpa(needs, packed=usable[0])
+        usable = [row_kernel, *usable] if row_kernel else usable
     return usable, refusals
 
 
@@ -215,8 +215,8 @@ def load_flash_attention(version: int) -> VarlenKernel | str:
     if isinstance(function, str):
         return function
     parameters = inspect.signature(function).parameters
-    spelled = {"softcap": "softcap", "dropout": "dropout_p", "sinks": "s_aux"}
-    features = frozenset(feature for feature, name in spelled.items() if name in parameters)
+    parameter_names = {"softcap": "softcap", "dropout": "dropout_p", "sinks": "s_aux"}
+    features = frozenset(feature for feature, name in parameter_names.items() if name in parameters)
     label = f"FlashAttention {version}"
     return VarlenKernel(f"flash_attention_{version}", label, features, partial(_flash, function))
 
@@ -254,8 +254,8 @@ def load_torch_varlen() -> VarlenKernel | str:
     if isinstance(function, str):
         return function
     # torch before 2.12 does not have this option and always supports grouped heads.
-    asks = "enable_gqa" in inspect.signature(function).parameters
-    grouped = {"enable_gqa": True} if asks else {}
+    has_option = "enable_gqa" in inspect.signature(function).parameters
+    grouped = {"enable_gqa": True} if has_option else {}
 
     def run(
         query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms

@@ -41,10 +41,10 @@ def amd(monkeypatch):
 
 def test_onednn_multiplies_where_mkl_is_slow_if_it_rounds_nothing(monkeypatch):
     assert products_name() == "torch's default"
-    monkeypatch.setattr(cpu_products, "_keeps_every_bit", lambda: False)
+    monkeypatch.setattr(cpu_products, "_products_are_exact", lambda: False)
     assert "would round factors" in choose_products()
     assert (by_onednn(), torch.get_float32_matmul_precision()) == (False, "highest")
-    monkeypatch.setattr(cpu_products, "_keeps_every_bit", lambda: True)
+    monkeypatch.setattr(cpu_products, "_products_are_exact", lambda: True)
     assert "full precision verified" in choose_products()
     assert (by_onednn(), products_name()) == (True, "oneDNN")
 
@@ -65,9 +65,9 @@ def test_elsewhere_nothing_changes(other, monkeypatch):
 
 
 def test_the_check_detects_rounding():
-    assert cpu_products._keeps_every_bit()
+    assert cpu_products._products_are_exact()
     with torch.autocast("cpu", torch.bfloat16):
-        assert not cpu_products._keeps_every_bit()
+        assert not cpu_products._products_are_exact()
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def layout(monkeypatch, request):
     sizes = SIZES["cpu"]._replace(rows=21, tile=1, block=5 * VOCABULARY, words=words)
     monkeypatch.setitem(SIZES, "cpu", sizes)
     if request.param == "compiled":
-        monkeypatch.setattr(module, "_compiled", lambda: module._normalize)
+        monkeypatch.setattr(module, "_compiled_log_sum_exp", lambda: module._log_sum_exp)
         compile_on_a_cpu(monkeypatch)
 
 
