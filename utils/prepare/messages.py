@@ -33,9 +33,9 @@ ROLES = {
     **dict.fromkeys(("tool", "observation", "observations", "ipython", "function"), "tool"),
     **dict.fromkeys(("function_response", "tool_response", "tool_result"), "tool"),
 }
-CALL_ROLES = ("function_call", "tool_call")  # LLaMA-Factory, ms-swift: the content is a call
-OWN_ROLES = {*ROLES.values(), "developer"}  # the roles that templates know
-# Keys of an object with a question and its answer, as in ShareAI, Capybara and MOSS.
+CALL_ROLES = ("function_call", "tool_call")  # the content is a tool call (LLaMA-Factory, ms-swift)
+OWN_ROLES = {*ROLES.values(), "developer"}  # the roles that chat templates know
+# Keys of an object that has both a question and its answer, as in ShareAI, Capybara and MOSS.
 _ASKED = ("human", "user", "input", "prompt", "question", "query", "instruction")
 _ANSWERED = ("gpt", "assistant", "bot", "output", "response", "answer", "completion", "moss")
 
@@ -106,7 +106,7 @@ def messages_of(
 
 
 def unread_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a text such as "message key name" for each key or role that only a template reads."""
+    """Yield labels, such as "message key id", of the keys and roles that only templates read."""
     for message in messages:
         if message["role"] not in OWN_ROLES:
             yield f"role {message['role']}, which is context only"
@@ -124,8 +124,8 @@ def check_answers(
 ) -> None:
     """Raise UnusableRowError if messages[first_trained:] have no answer, or an empty answer.
 
-    An answer with only a thought counts as empty, because it was cut off. Answers with `weight: 0`
-    may be empty. column: the name of the messages in the error.
+    An answer that has only a thought counts as empty. Answers with `weight: 0` may be empty.
+    column: what the error calls the messages.
     """
     answers = [m for m in messages[first_trained:] if m["role"] == ASSISTANT]
     if not answers:
@@ -147,7 +147,7 @@ def check_answers(
 
 
 def _single_messages(where: str, given: Any, turn: int) -> Iterator[dict[str, Any]]:
-    """Yield the messages in an item of a chat's list. given: the item. turn: the item's index."""
+    """Yield the messages of one item of a chat: a text, a pair or an object."""
     message = decoded(given)
     if isinstance(given, str) and not are_messages([message]):
         yield {"role": ("user", ASSISTANT)[turn % 2], "content": given}  # as in UltraChat
@@ -168,7 +168,7 @@ def _single_messages(where: str, given: Any, turn: int) -> Iterator[dict[str, An
 
 
 def _split_tool_results(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a message, or its pieces: `tool_result` parts (Anthropic) become tool messages."""
+    """Yield a message. Each of its `tool_result` parts (Anthropic) becomes a tool message."""
     content = message.get("content")
     if not isinstance(content, list) or not any(map(_is_tool_result, content)):
         yield message
@@ -190,7 +190,10 @@ def _is_tool_result(part: Any) -> bool:
 
 
 def _question_and_answer(where: str, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the messages of an object with a question and its answer, or raise UnusableRowError."""
+    """Yield the messages of an object that has a question and its answer.
+
+    Raises UnusableRowError for any other object.
+    """
     spelled = {key.lower(): key for key in message}
     asked = next((spelled[key] for key in _ASKED if key in spelled), None)
     answered = next((spelled[key] for key in _ANSWERED if key in spelled), None)
@@ -239,7 +242,7 @@ def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the message with the keys `role` and `content`, and its content's original key."""
+    """Return the message with keys `role` and `content`, and the key that had the content."""
     role_key = "role" if "role" in message else "from"
     given, word = message[role_key], role_word(message)
     check_text(f"{role_key!r} of {where}", given)
@@ -270,10 +273,7 @@ def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict
 
 
 def _read_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
-    """Return {"content": text} from a message's parts, with reasoning and tool calls if any.
-
-    The keys for reasoning and tool calls are "reasoning_content" and "tool_calls".
-    """
+    """Return the keys content, reasoning_content and tool_calls that a message's parts give."""
     texts, thoughts, calls = [], [], []
     for part in parts:
         kind, said = "text", part
@@ -299,10 +299,10 @@ def _read_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
 
 
 def _reasoning(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {key: thought} of a message, also for the key `reasoning_content`; {} if no thought.
+    """Return {key: thought} for a message's reasoning keys and for `reasoning_content`.
 
-    Raises UnusableRowError if thoughts under several keys differ, or if a message with such a key
-    also has a thought in its content.
+    Returns {} if the message has no reasoning key. Raises UnusableRowError if the keys have
+    different thoughts, or if the content has a thought as well.
     """
     thoughts = {key: thought_text(message[key]) for key in _REASONING if message.get(key)}
     for key, thought in thoughts.items():
@@ -315,13 +315,13 @@ def _reasoning(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _says_nothing(message: Mapping[str, Any]) -> bool:
-    """Return whether a message has neither tool calls nor text behind its thought."""
+    """Return whether a message has neither tool calls nor text after its thought."""
     _, said = split_thought(message.get("content"))
     return not message.get("tool_calls") and not str(said or "").strip()
 
 
 def _check_says_something(where: str, message: Mapping[str, Any], text_key: str) -> None:
-    """Raise UnusableRowError for a message without content or with its text under a wrong key."""
+    """Raise UnusableRowError if a message has no content, or its text is under an unknown key."""
     lost = [
         repr(key)
         for key, value in message.items()
@@ -362,11 +362,11 @@ def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
 def _with_weight(where: str, message: dict[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
     """Return the message without its training flags (`train`, `mask`, ...).
 
-    An answer that its flags exclude from training gets `weight: 0`. Messages of other roles keep a
-    flag that asks for training. Raises UnusableRowError for contradicting or unclear flags.
+    An answer gets `weight: 0` if its flags exclude it from training. Messages of other roles keep
+    the flags that ask for training. Raises UnusableRowError for contradicting or unclear flags.
     """
     flags = _flags(message)
-    if message["role"] != ASSISTANT:  # a flag that asks for training stays
+    if message["role"] != ASSISTANT:  # keep the flags that ask for training
         idle = [k for k in flags if k.lower() in _MASKED or not message[k]]
         return {key: value for key, value in message.items() if key not in idle}
     said = [_is_trained(where, key, message.pop(key)) for key in flags]

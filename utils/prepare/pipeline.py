@@ -45,7 +45,7 @@ EXAMPLE_TOKENS = 256
 
 @dataclass(frozen=True)
 class Preparation:
-    """A planned preparation: settings, plan, tokenizer, its hash, template's hash, workspace."""
+    """A planned preparation. template_sha256: None means that there is no single chat template."""
 
     arguments: PreparationArguments
     plan: PreparationPlan
@@ -56,11 +56,11 @@ class Preparation:
 
 
 def prepare(arguments: PreparationArguments) -> None:
-    """Tokenize this process's shard of the sources; assemble the datasets once all shards are done.
+    """Tokenize this process's shard of the sources. Assemble the datasets if all shards are done.
 
     Work units (pieces of the sources) that are finished are not repeated. In a Slurm job array, the
-    task that finishes last assembles. Elsewhere, the user calls prepare_data.py with --merge after
-    all shards. Raises ConfigurationError for unusable settings, sources, tokenizer and rows.
+    last task assembles the datasets. Outside an array, the user runs prepare_data.py --merge after
+    all shards. Raises ConfigurationError for unusable settings, sources, tokenizers and rows.
     """
     given = begin_preparation(arguments)
     plan, workspace = given.plan, given.workspace
@@ -75,7 +75,7 @@ def prepare(arguments: PreparationArguments) -> None:
 
 
 def begin_preparation(arguments: PreparationArguments) -> Preparation:
-    """Plan a preparation and load its tokenizer; write nothing. Raises what `prepare` raises."""
+    """Plan a preparation and load its tokenizer, without writing. Raises ConfigurationError."""
     check_preparation(arguments)
     plan = plan_preparation(arguments)
     plan.log()
@@ -90,10 +90,10 @@ def begin_preparation(arguments: PreparationArguments) -> Preparation:
 
 
 def finish_preparation(given: Preparation, *, apart: bool = False) -> Path | None:
-    """Tokenize this shard of a planned preparation; assemble datasets, and return their folder.
+    """Tokenize this shard of a planned preparation, assemble datasets and return their folder.
 
-    Returns None, without assembling, if other shards are not complete. apart: tokenize in worker
-    processes only, never in this process. Raises what `prepare` raises.
+    Returns None if the datasets are not assembled yet. apart: tokenize only in worker processes.
+    Raises ConfigurationError for unusable rows and unfinished shards.
     """
     arguments, plan, tokenizer = given.arguments, given.plan, given.tokenizer
     workspace = given.workspace
@@ -139,7 +139,7 @@ def finish_preparation(given: Preparation, *, apart: bool = False) -> Path | Non
 def finished_counts(
     plan: PreparationPlan, workspace: Workspace, shards: int
 ) -> dict[int, UnitCounts]:
-    """Return {index: counts} of all work units; ConfigurationError if a shard is unfinished."""
+    """Return {index: counts} of all work units. Raises ConfigurationError if one is missing."""
     found = {unit.index: workspace.counts_of(unit.index) for unit in plan.units}
     counts = {index: count for index, count in found.items() if count is not None}
     missing = Counter(index % shards for index in found.keys() - counts.keys())
@@ -185,10 +185,10 @@ def log_counts(plan: PreparationPlan, counts: Mapping[int, UnitCounts]) -> None:
 
 
 def assemble_split(split: str, given: Preparation, counts: Mapping[int, UnitCounts]) -> None:
-    """Make the dataset of a split from the Arrow files of its work units, and write stoker.json.
+    """Assemble the dataset of a split from its work units' Arrow files, and write stoker.json.
 
-    counts: {index of the work unit: counts}. Raises ConfigurationError if the files hold other
-    numbers of documents and tokens than were written.
+    counts: {index of the work unit: counts}. Raises ConfigurationError if the files have more or
+    fewer documents or tokens than the counts.
     """
     plan, tokenizer, workspace = given.plan, given.tokenizer, given.workspace
     folder = workspace.output_dir / split
@@ -274,9 +274,9 @@ def move_files(
 def describe_sources(
     split: str, plan: PreparationPlan, counts: Mapping[int, UnitCounts]
 ) -> dict[str, Any]:
-    """Return a split's entry `sources` for stoker.json: source files, and counts of left-out rows.
+    """Return the entry `sources` of a split's stoker.json: source files and dropped rows.
 
-    A validation split that is drawn from the train sources has the sources of train.
+    A validation split drawn from the train sources gets the entry of train.
     """
     origin = split if split in plan.sources else TRAIN
     files = plan.sources[origin]
@@ -311,14 +311,14 @@ def split_figures(split: str, counts: UnitCounts, lengths: np.ndarray) -> dict[s
 
 
 def decoded_example(columns: Mapping[str, ListColumn], tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return the first document of a split as text, with [[ ]] around the text trained on.
+    """Return the first document of a split as text. [[ ]] mark what is trained on.
 
     The text has at most EXAMPLE_TOKENS tokens. The start of a long prompt is left out.
     """
     mask_column = loss_mask_among(columns)
     ids = columns[TOKENS].documents(0, 0, 1)
     mask = columns[mask_column].documents(0, 0, 1) if mask_column else np.ones(len(ids), np.int8)
-    # Leave out the beginning of a long prompt, so that the trained text is shown.
+    # Leave out the start of a long prompt. Otherwise the text could end before the answer.
     start = max(0, int(np.argmax(mask)) - EXAMPLE_TOKENS // 2)
     ids, mask = ids[start:][:EXAMPLE_TOKENS].tolist(), mask[start:].tolist()
     parts = ["... "] if start else []

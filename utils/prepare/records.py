@@ -31,10 +31,10 @@ ROWS_PER_READ = 64
 
 @dataclass(frozen=True)
 class FilePart:
-    """A part of a file: from `start` to `stop` (excluded). size: its approximate bytes on disk.
+    """A part [start, stop) of a file. size: approximate bytes on disk.
 
     `start` and `stop` count bytes in uncompressed JSONL, row groups in Parquet, and rows in a
-    datasets folder. Any other file has one part: start 0, stop 1.
+    datasets folder. Any other file has one part, with start 0 and stop 1.
     """
 
     file: SourceFile
@@ -47,7 +47,7 @@ Records = Iterator[Record | BadRow]
 
 
 def cut_file(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
-    """Yield the parts of a file, each of about `part_bytes` bytes, or one part for the file."""
+    """Yield parts of about `part_bytes` bytes, or one part if the file cannot be cut."""
     if file.kind == "parquet":
         metadata = pq.read_metadata(file.path)
         start = size = 0
@@ -75,9 +75,9 @@ def cut_file(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
 def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
     """Yield the records of a part in order. Raises ConfigurationError if the file is damaged.
 
-    columns: the columns to read from Parquet files and datasets folders; None: all. A text file is
-    one record with one field, named columns[0] or, with None, "text". Text files and JSON files are
-    loaded into memory as a whole.
+    columns: the columns to read from Parquet files and datasets folders. None means all columns. A
+    text file is one record with one field, which is named columns[0] or, by default, "text". Text
+    files and JSON files are loaded into memory as a whole.
     """
     try:
         yield from READERS[part.file.kind](part, columns)
@@ -97,14 +97,14 @@ def _not_utf8(file: SourceFile, error: UnicodeError) -> str:
 
 
 def converter(own_format: str) -> Callable[[Record], Record | BadRow]:
-    """Return a function that converts a record with the user's function (`own_format`).
+    """Return a function that converts a record with the user's function `own_format`.
 
-    own_format: FILE.py:NAME or MODULE:NAME; "": records are not changed. The returned function
-    gives a BadRow if the user's function fails or leaves the record out.
+    own_format: FILE.py:NAME or MODULE:NAME. "" means that records stay unchanged. The returned
+    function returns a BadRow if the user's function fails or returns None.
     """
     if not own_format:
         return lambda record: record
-    function = load_own(own_format)  # once, because this reads the file
+    function = load_own(own_format)  # load once, because loading reads the file
 
     def convert(record: Record) -> Record | BadRow:
         try:
@@ -121,7 +121,7 @@ def converter(own_format: str) -> Callable[[Record], Record | BadRow]:
 
 
 def _read_text(part: FilePart, columns: Sequence[str] | None) -> Records:
-    """Yield the whole file as one record, which becomes one document."""
+    """Yield the whole file as one record."""
     file, column = part.file, columns[0] if columns else "text"
     location = Location(file.path)
     with open_source(file.path, file.compression) as stream:
@@ -165,7 +165,7 @@ def _read_jsonl(part: FilePart, _: Sequence[str] | None) -> Records:
 
 
 def _constant(word: str) -> float | None:
-    """Return the value of a JSON constant. NaN gives None: pandas writes missing texts as NaN."""
+    """Return None for NaN, which pandas writes for a missing text, and a float for Infinity."""
     return None if word == "NaN" else float(word)
 
 
@@ -179,7 +179,7 @@ def _object(value: Any, location: Location) -> Record | BadRow:
 
 
 def _read_json(part: FilePart, _: Sequence[str] | None) -> Records:
-    """Yield the records of a JSON file. The file has one JSON value, or several in a row."""
+    """Yield the records of a JSON file that has one JSON value, or several one after another."""
     path = part.file.path
     with open_source(path, part.file.compression) as stream:
         text = stream.read().decode("utf-8-sig").strip()
@@ -197,9 +197,10 @@ def _read_json(part: FilePart, _: Sequence[str] | None) -> Records:
 
 
 def _records_of(path: str, value: Any) -> list[Any]:
-    """Return the list of records in a JSON value: an array, an object with an array, or one record.
+    """Return the records in a JSON value: an array, an object with an array, or one record.
 
-    Raises ConfigurationError for a pandas table, and for several arrays none of which is "data".
+    Raises ConfigurationError for a pandas table, and for an object with several arrays of records
+    if no array has the key "data".
     """
     if isinstance(value, list):
         return [value] if are_messages(value) else value
@@ -232,7 +233,7 @@ def _read_csv(part: FilePart, _: Sequence[str] | None) -> Records:
         io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as stream,
     ):
         head, above = stream.readline(), 0
-        if head.lower().startswith("sep="):  # a line that Excel writes
+        if head.lower().startswith("sep="):  # Excel writes this line above the header
             head, above = stream.readline(), 1
         delimiter = _delimiter(head, "\t" if ".tsv" in path.lower()[-8:] else ",")
         rows = csv.reader(chain([head], stream), delimiter=delimiter, strict=True)
@@ -257,7 +258,7 @@ def _read_csv(part: FilePart, _: Sequence[str] | None) -> Records:
 
 
 def _delimiter(header: str, usual: str) -> str:
-    """Return a CSV header's delimiter: `usual` if used, else the one that gives most columns."""
+    """Return `usual` if it separates the header's columns, else the delimiter with most columns."""
     cells: dict[str, int] = {}
     for mark in (usual, *",;|\t"):
         with suppress(csv.Error):
@@ -319,10 +320,10 @@ def _rows(
 
 
 def _as_json(value: Any, kind: pa.DataType) -> Any:
-    """Return the JSON value from which an Arrow value was made. kind: the value's Arrow type.
+    """Convert an Arrow value to the JSON value it was written from. kind: the Arrow type.
 
-    Null fields of a struct are left out: Arrow gives every row the keys of all rows, with null for
-    keys that the row did not have. Features of type `Json()` are decoded.
+    Null fields of a struct are left out, because Arrow gives each row the keys of all rows and
+    fills missing keys with null. Features of type `Json()` are decoded.
     """
     if value is None:
         return None
@@ -336,7 +337,7 @@ def _as_json(value: Any, kind: pa.DataType) -> Any:
     if pa.types.is_nested(kind) and hasattr(kind, "value_type"):
         return [_as_json(item, kind.value_type) for item in value]
     if isinstance(value, bytes):  # some writers store texts as bytes
-        with suppress(UnicodeDecodeError):  # such as a picture: check_text refuses bytes
+        with suppress(UnicodeDecodeError):  # check_text refuses other bytes, such as pictures
             value = value.decode()
     return value
 

@@ -29,7 +29,7 @@ from utils.prepare.values import (
     wrong_type,
 )
 
-# The columns that each row format needs. OPTIONAL: the columns that a format may have as well.
+# The columns that each row format needs. OPTIONAL has the further columns that it may have.
 NEEDED: dict[str, tuple[str, ...]] = {
     "text": ("text",),
     "messages": ("messages",),  # objects with role and content (OpenAI, Hugging Face)
@@ -72,7 +72,7 @@ class TextDocument:
 
 @dataclass(frozen=True)
 class ChatDocument:
-    """A conversation. The assistant's turns from message index `first_trained` on are trained on.
+    """A conversation. Only the assistant's turns in messages[first_trained:] are trained on.
 
     tools: JSON schemas. template_options: further variables for the chat template.
     """
@@ -88,8 +88,8 @@ class ChatDocument:
 class CompletionDocument:
     """A prompt and its completion as texts. Only the completion is trained on.
 
-    A prompt and completion of messages make a ChatDocument instead. column: the name of the
-    completion's column in the file.
+    If the prompt is a list of messages, the row becomes a ChatDocument instead. column: the name of
+    the completion's column in the file.
     """
 
     prompt: str
@@ -102,8 +102,7 @@ class CompletionDocument:
 class PiecesDocument:
     """A document in pieces: texts that are tokenized one by one, or token ids.
 
-    Each piece has a flag whether it is trained on. special_tokens: add BOS and EOS, unless the
-    pieces have them.
+    pieces: (text or token ids, whether trained on). special_tokens: add BOS and EOS if missing.
     """
 
     pieces: Pieces
@@ -118,11 +117,12 @@ Document = TextDocument | ChatDocument | CompletionDocument | PiecesDocument
 class RowSettings:
     """Settings for the rows of one source: how to read them, and how many to use.
 
-    columns: pairs (name in the file, name in preparation.COLUMNS). filters: pairs (name in the
-    file, what to keep: a value, a list of values, or {"min": ..., "max": ...}). weight: copies of
-    each document; with 2.3, 30 % of the documents get a third copy. max_tokens: the most tokens
-    from the source. chat_template_kwargs: variables of the chat template, for rows that do not set
-    them. own_format: the name of the user's function for records; own_sha256: the hash of its file.
+    columns: pairs (name in the file, name in preparation.COLUMNS).
+    filters: pairs (name in the file, value to keep, list of values, or {"min": ..., "max": ...}).
+    weight: copies of each document. A weight of 2.3 gives 30 % of the documents a third copy.
+    max_tokens: the most tokens from the source. None means no limit.
+    chat_template_kwargs: template variables, for rows that do not set them.
+    own_format: the user's function for records. own_sha256: the hash of the function's file.
     """
 
     row_format: str
@@ -136,7 +136,7 @@ class RowSettings:
 
     @property
     def read_columns(self) -> list[str]:
-        """The columns to read, by their names in the file: the row format's, then the filters'."""
+        """The columns that the row format and the filters read, by their names in the file."""
         own = map(self.name_of, (*NEEDED[self.row_format], *OPTIONAL[self.row_format]))
         return list(dict.fromkeys([*own, *dict(self.filters)]))
 
@@ -146,13 +146,13 @@ class RowSettings:
 
     @property
     def answers_column(self) -> str:
-        """The answers column's name in the file (Alpaca: the history's), for error messages."""
-        # Alpaca: the history, because errors about the output are raised earlier.
+        """The name in the file of the column with the answers, for error messages."""
+        # For Alpaca name the history: errors about the output were raised earlier.
         alpaca = self.row_format == "alpaca"
         return self.name_of("history" if alpaca else NEEDED[self.row_format][-1])
 
     def selects(self, fields: Mapping[str, Any]) -> bool:
-        """Return whether the filters keep a row. UnusableRowError if a filter column is missing."""
+        """Return whether the filters keep a row. Raises UnusableRowError for a missing column."""
         for name, _ in self.filters:
             if name not in fields:
                 message = f"no {name!r}, which the filter asks for ({_found(fields)})"
@@ -198,7 +198,7 @@ def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
 
 
 class _Row(dict[str, Any]):
-    """A row's fields under our column names. `shown`: the column's name in the file, in quotes."""
+    """A row's fields under our column names."""
 
     def __init__(self, given: Mapping[str, Any], columns: Sequence[tuple[str, str]]):
         super().__init__(renamed(given, columns))
@@ -206,6 +206,7 @@ class _Row(dict[str, Any]):
         self._columns = columns
 
     def shown(self, name: str) -> str:
+        """Return a column's name in the file, in quotes."""
         return repr(self._theirs.get(name, name))
 
     def messages(self, name: str) -> list[dict[str, Any]]:
@@ -213,9 +214,9 @@ class _Row(dict[str, Any]):
         return messages_of(self.shown(name), self[name], self._columns)
 
     def either(self, *names: str) -> tuple[str, Any]:
-        """Return (name, value) of the first column in `names` that is set, or (names[0], None).
+        """Return (name, value) of the first column that is set, or (names[0], None).
 
-        The two columns have the same meaning. Raises UnusableRowError if both are set and differ.
+        names: two columns with the same meaning. Raises UnusableRowError if their values differ.
         """
         found = {name: self[name] for name in names if decoded(self.get(name))}
         if len(found) == 2 and decoded(found[names[0]]) != decoded(found[names[1]]):
@@ -226,17 +227,17 @@ class _Row(dict[str, Any]):
 
 
 def detect_formats(fields: Mapping[str, Any]) -> list[str]:
-    """Return the names of the row formats that fit: those whose NEEDED columns the row has.
+    """Return the row formats that fit: `fields` has all their NEEDED columns.
 
     The formats in PIECES (segments, tokens) are returned only if no other format fits, because
-    transcripts also have a column "segments".
+    transcripts with a text also have a column "segments".
     """
     found = [name for name, needed in NEEDED.items() if all(column in fields for column in needed)]
     return [name for name in found if name not in PIECES] or found
 
 
 def holds_chats(fields: Mapping[str, Any], row_format: str) -> bool:
-    """Return whether a row of this format becomes a ChatDocument. fields: by our column names."""
+    """Return whether a row becomes a ChatDocument. fields: the row under our column names."""
     if row_format == "prompt_completion":
         return _is_chat(fields.get("prompt"))
     return DOCUMENT_FORMATS[row_format] == "messages"
@@ -245,7 +246,7 @@ def holds_chats(fields: Mapping[str, Any], row_format: str) -> bool:
 def document_fields(
     given: Mapping[str, Any], row_format: str, columns: Sequence[tuple[str, str]] = ()
 ) -> Mapping[str, Any]:
-    """Return the checked fields of a row by our names; UnusableRowError for a faulty row."""
+    """Return a row's checked fields under our names. Raises UnusableRowError for a faulty row."""
     fields = _Row(given, columns)
     missing = [fields.shown(name) for name in NEEDED[row_format] if fields.get(name) is None]
     if missing:
@@ -295,7 +296,8 @@ def _is_chat(prompt: Any) -> bool:
 def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
     """Return {"prompt", "completion"} of a row: two texts, or two lists of messages.
 
-    Raises UnusableRowError if only one of the two is a text, or if either is faulty.
+    After a prompt of messages, a completion may also be a text. Raises UnusableRowError for other
+    mixtures and for faulty values.
     """
     prompt, completion = fields["prompt"], fields["completion"]
     question, answer = map(fields.shown, ("prompt", "completion"))
@@ -307,7 +309,7 @@ def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
         if isinstance(completion, list) and any(isinstance(one, str) for one in completion):
             raise wrong_type(answer, "a text, or messages of role and content", completion)
         asked = fields.messages("prompt")
-        if isinstance(completion, str) and not _is_chat(completion):  # the text of the answer
+        if isinstance(completion, str) and not _is_chat(completion):  # an answer without a role
             said = messages_of(answer, [_answer(fields, completion)])
         else:
             said = fields.messages("completion")
@@ -335,7 +337,7 @@ def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
 
 
 def _alpaca_turns(fields: _Row) -> Iterator[dict[str, Any]]:
-    """Yield the messages of an Alpaca row; join instruction and input as LLaMA-Factory does."""
+    """Yield the messages of an Alpaca row. Join instruction and input as LLaMA-Factory does."""
     instruction, given, output = fields["instruction"], fields.get("input") or "", fields["output"]
     for name, text in (("instruction", instruction), ("input", given)):
         check_text(fields.shown(name), text)
@@ -356,7 +358,7 @@ def _alpaca_turns(fields: _Row) -> Iterator[dict[str, Any]]:
 
 
 def _answer(fields: _Row, text: str) -> dict[str, Any]:
-    """Return an answer's message, with the row's thought if `text` does not begin with one."""
+    """Return an assistant message. Add the row's thought unless `text` begins with a thought."""
     thought = fields.get("reasoning_content")
     if not str(thought or "").strip() or split_thought(text)[0]:
         return {"role": ASSISTANT, "content": text}
@@ -365,7 +367,7 @@ def _answer(fields: _Row, text: str) -> dict[str, Any]:
 
 
 def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str, Any]]:
-    """Return messages, first the row's system text if any. UnusableRowError if two texts differ."""
+    """Put the row's system text, if any, first. Raises UnusableRowError if two texts differ."""
     name, system = fields.either("system", "system_prompt")
     if not system or (isinstance(system, str) and not system.strip()):
         return messages

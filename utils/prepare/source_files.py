@@ -1,4 +1,4 @@
-"""Source files: the sorted list of readable files below the paths that a user gives."""
+"""Source files: list and open the readable files below the paths that a user gives."""
 
 import codecs
 import glob
@@ -70,7 +70,7 @@ class Remarks:
 class SourceFile:
     """A source file, or a folder of `datasets.save_to_disk`. size: its bytes on disk.
 
-    url: the address hf://... of a Hub file, the same on every machine; None for a local file.
+    url: the hf:// address of a Hub file, equal on all machines. None means a local file.
     """
 
     path: str
@@ -82,11 +82,11 @@ class SourceFile:
 
     @property
     def name(self) -> str:
-        """The file's name in stoker.json: the address of a Hub file, else the path."""
+        """The file's name in stoker.json: the URL of a Hub file, or the path of a local file."""
         return self.url or self.path
 
     def digest(self) -> str:
-        """Return a hex hash of the file's size and of its first and last MiB (DIGESTED_BYTES)."""
+        """Return a hex hash of the file's size, first MiB and last MiB (DIGESTED_BYTES)."""
         found = hashlib.blake2b(str(self.size).encode(), digest_size=8)
         path = Path(self.path)
         for file in sorted(path.rglob("*.arrow")) if path.is_dir() else [path]:
@@ -97,9 +97,9 @@ class SourceFile:
         return found.hexdigest()
 
     def identity(self, folder: Path | None = None) -> dict[str, Any]:
-        """Return the attributes that identify this version of the file in the hash of the plan.
+        """Return the attributes that identify this version of the file in the plan's digest.
 
-        folder: if given, the path of a local file is relative to this folder.
+        folder: makes the path of a local file relative to this folder. None keeps it absolute.
         """
         own = {key: value for key, value in asdict(self).items() if key != "url"}
         is_relative = folder is not None and self.url is None
@@ -109,12 +109,11 @@ class SourceFile:
 def list_sources(
     paths: Sequence[str], document_format: str, split: str = "train", *, is_named: bool = False
 ) -> tuple[list[SourceFile], Remarks]:
-    """Return the files below all paths, and remarks about paths and files that are not read.
+    """Return the readable files below all paths, and remarks about faulty paths and skipped files.
 
-    Files are sorted within each path. A file that two paths reach is listed once. If the names of
-    files below a path show several splits, only the files of `split` are returned. is_named: the
-    user named this split, so it must exist. Files with unknown suffixes are read only if
-    `document_format` is "text".
+    Files are sorted within each path. A file below two paths is listed once. If file names show
+    several splits, only the files of `split` are returned. is_named: the user named the split, so
+    it must exist. Files with unknown suffixes are read only if `document_format` is "text".
     """
     files: dict[str, SourceFile] = {}  # by real path
     remarks = Remarks()
@@ -156,7 +155,7 @@ def list_sources(
 
 
 def open_source(path: str, compression: Compression | None) -> IO[bytes]:
-    """Open a file for reading its decompressed bytes. Only an uncompressed file supports seek."""
+    """Open a file to read its decompressed bytes. Only an uncompressed file supports seek."""
     if compression is None:
         return Path(path).open("rb")
     if compression == "zstd":
@@ -165,7 +164,7 @@ def open_source(path: str, compression: Compression | None) -> IO[bytes]:
 
 
 class _ZstdStream(io.RawIOBase):
-    """Reader of zstd files with windows up to 2 GiB (zstd --long=31). pyarrow takes 128 MiB."""
+    """Reader of zstd files with windows up to 2 GiB (zstd --long=31). pyarrow allows 128 MiB."""
 
     def __init__(self, path: str):
         self._blocks = _zstd_blocks(path)
@@ -186,7 +185,7 @@ class _ZstdStream(io.RawIOBase):
 
 
 def _zstd_blocks(path: str) -> Iterator[bytes]:
-    """Yield the decompressed bytes of a file. OSError if the file is damaged or incomplete."""
+    """Yield the decompressed bytes of a file. Raises OSError if the file is damaged."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame = None
     with Path(path).open("rb") as file:
@@ -207,7 +206,10 @@ def _zstd_blocks(path: str) -> Iterator[bytes]:
 
 
 def _files_of_path(given: str) -> Iterator[str]:
-    """Yield the files below a path or matching a glob pattern. ValueError if there are none."""
+    """Yield the files below a path, or below the matches of a glob pattern.
+
+    Raises ValueError if the path does not exist or nothing matches.
+    """
     if os.path.lexists(given):
         yield from _walk(given)
     elif glob.has_magic(given):
@@ -230,7 +232,7 @@ def _walk(path: str) -> Iterator[str]:
     found = []
     visited = set()
     for folder, names, files in os.walk(path, followlinks=True):
-        if (real := os.path.realpath(folder)) in visited:  # a symbolic link back up
+        if (real := os.path.realpath(folder)) in visited:  # a symbolic link to a visited folder
             names.clear()
         elif {"dataset_info.json", "state.json"} <= set(files):
             names.clear()
@@ -253,11 +255,12 @@ def _holds_records(path: str) -> bool:
 def _files_of_one_split(
     given: str, paths: list[str], split: str, is_named: bool, remarks: Remarks
 ) -> list[str]:
-    """Return the paths of `split`, or all paths if their names show fewer than two splits.
+    """Return the paths with `split` in their names.
 
-    given: the user's path or glob pattern. paths: the files found there. is_named: the user named
-    the split. If `split` is missing, raises ValueError. But if the user gave a pattern and named no
-    split, all paths are returned.
+    given: the user's path or glob pattern. paths: the files found for `given`. is_named: the user
+    named the split. Without is_named, all paths are returned if their names show fewer than two
+    splits, or if `given` is a pattern and no name shows `split`. Raises ValueError if the split is
+    missing or its files have several formats.
     """
     if paths == [given]:
         return paths
@@ -314,10 +317,10 @@ def _split_name(path: str, given: str) -> str:
 
 
 def _source_file(path: str, any_suffix: bool, *, is_given: bool) -> SourceFile | None:
-    """Return the SourceFile of a path; None for a file of unknown kind in a given folder.
+    """Return the SourceFile of a path. None means a file of unknown kind in the user's folder.
 
-    is_given: the user gave this very path. any_suffix: read unknown kinds as text. Raises
-    ValueError for a file that cannot be read.
+    is_given: the user gave this path itself, not its folder. any_suffix: read unknown kinds as
+    text. Raises ValueError for a file that cannot be read.
     """
     files = sorted(Path(path).glob("*.arrow")) if Path(path).is_dir() else [Path(path)]
     if not all(file.is_file() for file in files):
@@ -363,12 +366,12 @@ def _kind_of(path: str, is_given: bool) -> tuple[SourceKind | None, Compression 
 def _kind_of_json(line: str, rest: str, named: SourceKind) -> SourceKind:
     """Return "jsonl" for a file with a record per line, "json" for a file that is one value.
 
-    line, rest: the first line and the text after it. named: the kind by the file's suffix. If the
-    text does not decide, `named` is returned.
+    line, rest: the first line and the text after it. named: the kind by the file's suffix, which is
+    returned if the text is ambiguous.
     """
     try:
         first = json.loads(line)
-    except (ValueError, RecursionError):  # a value over several lines, or a very long line
+    except (ValueError, RecursionError):  # a JSON value over several lines, or a very long line
         return "json" if line.startswith("[") or line.strip() == "{" else named
     if isinstance(first, list):
         return "jsonl" if are_messages(first) and rest else "json"

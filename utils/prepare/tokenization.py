@@ -1,6 +1,6 @@
 """Tokenization: the token ids of documents, and their loss masks (which tokens are trained on).
 
-Character offsets of tokens give the loss mask of a chat and the first token of a completion.
+The loss mask of a chat or completion is found with the tokens' character offsets in the text.
 """
 
 import json
@@ -63,7 +63,8 @@ WORDS_HELD, BLANK_HELD = "prompt_words_in_completions", "prompt_blanks_in_comple
 class TokenizedDocument:
     """A document's token ids, (tokens,) in the dataset's integer type, and its loss mask.
 
-    loss_mask: (tokens,) int8; None: every token is trained on. notes: {name in NOTES: count}.
+    loss_mask: (tokens,) int8. None means that every token is trained on.
+    notes: {name in workspace.NOTES: count}.
     """
 
     ids: np.ndarray
@@ -87,11 +88,10 @@ class TokenizedDocument:
 
 
 class DocumentTokenizer:
-    """Tokenizer of documents, which gives token ids and loss masks.
+    """Tokenizer that returns token ids and loss masks of documents.
 
-    Texts, and prompts with completions, get EOS, and BOS if the tokenizer adds BOS, unless already
-    present. The texts of a PiecesDocument are tokenized one by one. Chats get only the special
-    tokens of the template. template_date: today's date for the template, as YYYY-MM-DD.
+    Texts and completions get EOS, and BOS if the tokenizer adds BOS, unless already present. Chats
+    get only the special tokens of the template. template_date: YYYY-MM-DD, printed as today's date.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class DocumentTokenizer:
         self._template_date = template_date
 
     def __call__(self, documents: Sequence[Document]) -> list[TokenizedDocument | BadRow]:
-        """Return a list in the documents' order: TokenizedDocument, or BadRow if unusable."""
+        """Return the tokenized documents in order, with a BadRow for each unusable document."""
         kinds: dict[type, Any] = {
             TextDocument: self._texts,
             CompletionDocument: self._completions,
@@ -144,8 +144,8 @@ class DocumentTokenizer:
     def _encode_in_pieces(self, text: str) -> np.ndarray:
         """Return the ids of a long text, tokenized piece by piece.
 
-        SentencePiece tokenizers put a blank before a text. To avoid this blank, tokenize a later
-        piece with a character in front of it, and remove the ids of this character.
+        SentencePiece tokenizers put a blank before a text. To avoid blanks between pieces, tokenize
+        later pieces with a character before them, and remove the ids of this character.
         """
         found = []
         for number, piece in enumerate(text_pieces(text, LARGEST_PIECE_CHARACTERS)):
@@ -204,7 +204,7 @@ class DocumentTokenizer:
             for (before, _), text, (ids, offsets) in zip(pairs, texts, encoded, strict=True):
                 yield ids, *first_token(text, len(before), len(text), offsets)
             return
-        # Without offsets the completion begins at the first token that differs from the prompt's.
+        # Without offsets, take the first token that differs from the prompt's tokens.
         prompts = self._encode([before for before, _ in pairs])
         for (before, _), whole, prompt in zip(pairs, self._encode(texts), prompts, strict=True):
             alike = [*(whole[: len(prompt)] == prompt[: len(whole)]), False]
@@ -212,7 +212,7 @@ class DocumentTokenizer:
             yield whole, start, "" if start == len(prompt) else before[-1]
 
     def _chats(self, documents: list[ChatDocument]) -> Iterator[TokenizedDocument | BadRow]:
-        """Yield each chat's tokens and loss mask, or a BadRow. All chats are tokenized together."""
+        """Tokenize all chats together. Yield a BadRow for each unusable chat."""
         masked: list[MaskedChat | BadRow] = []
         for document in documents:
             try:
@@ -233,7 +233,7 @@ class DocumentTokenizer:
                 yield error.at(document.location)
 
     def _notes(self, document: ChatDocument, chat: MaskedChat) -> Counter[str]:
-        """Return counts of oddities (NOTES) in a chat, such as empty thoughts or special tokens."""
+        """Return {name in NOTES: count}, such as the number of empty thoughts in a chat."""
         empty = [thought.span() for thought in EMPTY_THOUGHT.finditer(chat.text)]
         answers = [
             message["content"]
@@ -242,7 +242,7 @@ class DocumentTokenizer:
         ]
         trained = sum(any(a < end and begin < b for a, b in chat.spans) for begin, end in empty)
         thinks = has_thought(document.messages[-1])
-        # SmolLM3 trains the empty thought of its own prompt: harmless after such a prompt.
+        # SmolLM3's template also trains on the empty thought that ends the prompt: harmless.
         closed = (trained or thinks) and self._prompt_has_empty_thought(document)
         return Counter(
             without_earlier_thinking=int(chat.drops_thinking),
@@ -299,12 +299,12 @@ def _empty(document: TextDocument | CompletionDocument) -> BadRow:
 
 
 def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
-    """Return a mask of a rendered chat's tokens, bool, (tokens,). True: the token is trained on.
+    """Return the loss mask of a rendered chat: bool, (tokens,). True means trained on.
 
-    offsets: each token's start and stop in characters, (tokens, 2). A token inside a span of `chat`
-    is trained on. A token across an edge of a span is trained on if its text outside the span is
-    blank. Otherwise UnusableRowError is raised. A token with only blanks inside the start of a span
-    is left out.
+    offsets: each token's start and stop in characters, (tokens, 2). Tokens inside the trained spans
+    of `chat` are trained on. A token that crosses the start or end of a span is trained on if its
+    text outside the span is blank. If it is not, UnusableRowError is raised. A token that crosses
+    the start of a span and has only blanks inside the span is not trained on.
     """
     mask = np.zeros(len(offsets), dtype=bool)
     starts, stops = offsets.T
@@ -326,7 +326,8 @@ def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
 def first_token(text: str, start: int, stop: int, offsets: np.ndarray) -> tuple[int, str]:
     """Return the index of the first token of text[start:stop], and the token's text before `start`.
 
-    offsets: (tokens, 2), see `token_mask`. A token that has only blanks after `start` is skipped.
+    offsets: (tokens, 2), see `token_mask`. A token that crosses `start` and has only blanks after
+    `start` is skipped.
     """
     starts, stops = offsets.T
     first = int(np.searchsorted(stops, start, side="right"))
@@ -343,7 +344,7 @@ def first_token(text: str, start: int, stop: int, offsets: np.ndarray) -> tuple[
 class TokenFileWriter:
     """Writer of tokenized documents to an Arrow file. Equal input gives equal bytes.
 
-    The metadata of each record batch has the locations of its documents in the sources.
+    The metadata of each record batch lists the locations of its documents in the sources.
     """
 
     def __init__(self, path: Path, features: Mapping[str, Any]):
@@ -360,7 +361,7 @@ class TokenFileWriter:
         self._stream = pa.ipc.new_stream(self._file, self._schema)
 
     def append(self, document: TokenizedDocument, location: Location) -> None:
-        """Add a document at the end. location: where its record is in the sources."""
+        """Append a document. location: the location of its record in the sources."""
         self._documents.append(document)
         self._locations.append(location)
         self._tokens += len(document.ids)

@@ -35,7 +35,7 @@ PROBES = tuple(
 def given_tokenizer(
     arguments: PreparationArguments, plan: PreparationPlan
 ) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of the settings; add the words in add_tokens and set its chat template.
+    """Load the tokenizer, add the words in `add_tokens` to it, and set its chat template.
 
     Raises ConfigurationError if the tokenizer or the chat template is unusable.
     """
@@ -79,12 +79,12 @@ def attach_template(
     date: str | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Set the tokenizer's chat template to `template_file`; None keeps the tokenizer's own.
+    """Set and check the tokenizer's chat template.
 
-    defaults: default values for variables of the template. Logs a line if the template has no
-    {% generation %} markers, and a line with `date` if the template prints today's date. Raises
-    ConfigurationError if the template is missing or invalid, if no test chat (PROBES) can be
-    trained on with the template, or if the tokenizer is not fast.
+    template_file: None keeps the tokenizer's own template. defaults: default values for variables
+    of the template. date: is logged if the template prints today's date. Raises ConfigurationError
+    if the template is missing or invalid, if it can train on no test chat (PROBES), or if the
+    tokenizer is not fast.
     """
     if template_file is not None:
         with foreign(template_file, "cannot be read"):
@@ -123,10 +123,10 @@ def attach_template(
 
 
 def template_with_defaults(template: str, defaults: Mapping[str, Any]) -> str:
-    """Return the chat template with lines in front that give undefined variables their defaults.
+    """Return the chat template with lines in front that set undefined variables to `defaults`.
 
-    With these lines, samples, chat.py, benchmarks and servers render the saved template as training
-    did. Variables that the template does not read are left out.
+    With these lines, samples, chat.py, benchmarks and servers render chats as training did.
+    Variables that the template does not read are left out.
     """
     lines = [
         f"{{%- if {name} is not defined %}}{{%- set {name} = {_jinja(value)} %}}{{%- endif %}}"
@@ -138,7 +138,7 @@ def template_with_defaults(template: str, defaults: Mapping[str, Any]) -> str:
 
 
 def _jinja(value: Any) -> str:
-    """Return a JSON value as text in Jinja's notation: null becomes none."""
+    """Return a JSON value in Jinja's notation, where null is written as none."""
     if isinstance(value, Mapping):
         items = (f"{json.dumps(str(key))}: {_jinja(item)}" for key, item in value.items())
         return "{" + ", ".join(items) + "}"
@@ -161,7 +161,7 @@ def _warn_of_unread(tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str
 
 
 def _trained_probe(tokenizer: "PreTrainedTokenizerBase") -> TokenizedDocument:
-    """Return the first test chat (PROBES) that can be trained on, tokenized; ValueError if none."""
+    """Tokenize the first test chat (PROBES) that can be trained on. Raises ValueError if none."""
     found = DocumentTokenizer(tokenizer)(PROBES)
     trained = (probe for probe in found if isinstance(probe, TokenizedDocument))
     if (probe := next(trained, None)) is None:
@@ -186,9 +186,9 @@ def _advice(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def masks_from(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return where loss masks are from: "template" ({% generation %} markers) or "derived".
+    """Return the origin of loss masks: "template" ({% generation %} markers) or "derived".
 
-    "derived" means found by comparing renderings (see chat_turns.py).
+    "derived" means that renderings of the chat are compared (see chat_turns.py).
     """
     return "template" if GENERATION.search(str(tokenizer.chat_template)) else "derived"
 

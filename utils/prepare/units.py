@@ -47,11 +47,11 @@ logger = logging.getLogger(__name__)
 
 DOCUMENTS_PER_BATCH = 256
 CHARACTERS_PER_BATCH = 1 << 20
-WEIGHT_KEY = 1 << 64  # added to the seed, so that draws of copies and of validation differ
+WEIGHT_KEY = 1 << 64  # added to the seed: draw extra copies independently of validation
 SECONDS_BETWEEN_LINES = 10.0
 CUT_TO_NOTHING = "truncated_without_loss"
 SHORTEN = "raise --sequence_length, or choose --on_overlong truncate or drop"
-# Bytes of sources that one process tokenizes in the seconds that a worker process needs to start.
+# Bytes that one process tokenizes while a worker process starts.
 LEAST_BYTES_A_WORKER = {"gigatoken": 64 << 20, "tokenizers": 4 << 20}
 
 
@@ -60,9 +60,8 @@ def run_units(
 ) -> None:
     """Prepare all work units, in up to `num_proc` worker processes if there is enough work.
 
-    apart: use at least one worker process. Raises ConfigurationError for unusable rows after all
-    units are checked. The error has the first unusable rows and the number of all unusable rows. A
-    unit without a usable row ends the work at once.
+    apart: tokenize only in worker processes. Raises ConfigurationError for unusable rows after all
+    units are checked. A unit in which no row is usable ends the work at once.
     """
     total_bytes = sum(unit.size for unit in units)
     workers = min(num_proc, len(units), total_bytes // LEAST_BYTES_A_WORKER[worker.backend])
@@ -100,7 +99,7 @@ def run_units(
 
 
 def _refusal(counts: UnitCounts) -> ConfigurationError:
-    """Return the error for unusable rows: faults of the first rows, number of all unusable rows.
+    """Return the error that lists the first unusable rows and the number of all unusable rows.
 
     Rows of one file with the same fault share a line.
     """
@@ -130,7 +129,7 @@ def _run_in_processes(
     )
     kills = memory_kills()
     try:
-        # The worker processes inherit that Ctrl-C is ignored. This process ends them.
+        # Worker processes inherit this: they ignore Ctrl-C, because this process ends them.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         futures = {executor.submit(_run_unit, unit): unit for unit in units}
         signal.signal(signal.SIGINT, before)
@@ -168,7 +167,7 @@ def _start_worker(worker: "UnitWorker") -> None:
 
 
 def _run_unit(unit: WorkUnit) -> UnitCounts | list[str]:
-    """Prepare a unit in a worker process; return its counts, or an error's messages as a list."""
+    """Prepare a unit in a worker process. Return its counts, or an error's messages."""
     assert _worker is not None
     try:
         return _worker.run(unit)
@@ -187,14 +186,14 @@ class UnitWorker:
 
     @cached_property
     def _tokenize(self) -> DocumentTokenizer:
-        """The document tokenizer, created once per process: gigatoken becomes faster with use."""
+        """The tokenizer, created once per process because gigatoken becomes faster with use."""
         return DocumentTokenizer(self.tokenizer, self.backend, self.settings.template_date)
 
     def run(self, unit: WorkUnit) -> UnitCounts:
         """Write a unit's documents, one Arrow file per split, and return their counts.
 
-        Writes at most unit.max_tokens tokens. If rows stop the preparation (`refused` in the
-        counts), the unit is not marked as finished.
+        Writes at most unit.max_tokens tokens. Marks the unit as finished, unless unusable rows stop
+        the preparation (`refused` in the counts).
         """
         counts = UnitCounts()
         features = token_features(self._tokenize.id_type, self.settings.document_format)
@@ -231,7 +230,7 @@ class UnitWorker:
     def _tokenized(
         self, unit: WorkUnit, counts: UnitCounts
     ) -> Iterator[tuple[str, Document, TokenizedDocument]]:
-        """Yield (split, document, its token ids and loss mask) for every document to write."""
+        """Yield (split, document, tokenized document) for every document to write."""
         for batch in _batches(self._documents(unit, counts)):
             found = self._tokenize([document for _, document in batch])
             for (split, document), tokenized in zip(batch, found, strict=True):
@@ -265,7 +264,7 @@ class UnitWorker:
                 yield split, document
 
     def _drop(self, row: BadRow, counts: UnitCounts) -> None:
-        """Count a row that is not written, as `refused` if the setting for its fault is "error".
+        """Count a dropped row. It stops the preparation if the setting for its fault is "error".
 
         The setting is on_overlong for rows with too many tokens, and on_bad_row for other faults.
         """
@@ -277,7 +276,7 @@ class UnitWorker:
     def _within_length(
         self, document: Document, tokenized: TokenizedDocument | BadRow, counts: UnitCounts
     ) -> TokenizedDocument | BadRow:
-        """Return a document's tokens, or a BadRow if the document cannot be used.
+        """Return the tokenized document, or a BadRow if the document is too long or was unusable.
 
         Tokens beyond sequence_length are cut off if on_overlong is "truncate".
         """
@@ -301,10 +300,10 @@ class UnitWorker:
 def read_documents(
     unit: WorkUnit, settings: UnitSettings, unread: Counter[str]
 ) -> Iterator[Document | BadRow]:
-    """Yield the document of every record in a work unit, in order; a BadRow for an unusable record.
+    """Yield the documents of a work unit in order, and a BadRow for each unusable record.
 
-    unread: {label: number of records} of columns that are not read. This function adds to the
-    counts. A column that was loaded and is empty is not counted.
+    unread: {label: number of records} of columns that are not read. This function updates these
+    numbers. Empty values of a loaded column are not counted.
     """
     rows = settings.sources[unit.source]
     read, convert = set(rows.read_columns), converter(rows.own_format)
@@ -320,7 +319,7 @@ def read_documents(
 
 
 def _batches(documents: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
-    """Yield lists of (split, document) to tokenize together, of limited size."""
+    """Group (split, document) pairs into lists of limited size to tokenize together."""
     batch: list[tuple[str, Document]] = []
     characters = 0
     for item in documents:
@@ -338,7 +337,7 @@ def _is_drawn(document: Document, fraction: float, key: int) -> bool:
 
 
 def content_digest(document: Document, seed: int) -> int:
-    """Return a hash of a document's content, keyed by `seed`, as an integer of 64 bits.
+    """Return a 64-bit hash of a document's content, keyed by `seed`.
 
     The hash does not depend on the document's file and row.
     """

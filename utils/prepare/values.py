@@ -13,7 +13,7 @@ from typing import Any
 from utils.config.preparation import MESSAGE_KEYS, MESSAGE_ROLES
 
 ASSISTANT = "assistant"  # the role that is trained on
-FILTERED = "filtered"  # a filter of the recipe left the record out, which is no fault
+FILTERED = "filtered"  # reason of a record that the user's filter or function leaves out
 OVERLONG = "overlong"
 REPAIR = "repair it, or skip such rows with --on_bad_row skip"
 MEDIA_KINDS = ("image", "video", "audio")
@@ -22,7 +22,7 @@ MEDIA = tuple(
 )
 NOTHING: tuple[Any, ...] = (None, "", [], {})
 MASKS = ("assistant_masks", "completion_mask")
-# Line ends of Windows, control and zero-width characters, remains of wrong decoding or of HTML.
+# Windows line ends, control and zero-width characters, traces of wrong decoding or of HTML.
 ODD_CHARACTERS = re.compile(
     "[\r\x00-\x08\x0b\x0c\x0e-\x1f\u200b\ufeff\ufffd]|â€|&(?:amp|lt|gt|quot|nbsp|#39);"
 )
@@ -34,12 +34,11 @@ Pieces = list[tuple[str | list[int], bool]]
 
 @dataclass(frozen=True)
 class Location:
-    """The location of a record: a file, and the number of its line, row or JSON value.
+    """The location of a record in a file.
 
-    Lines are counted from 1; rows and JSON values are counted from 0. unit: "line", "row" or
-    "record" (a JSON value); "" for a whole file. offset: the byte of the file where the work unit
-    begins. `number` counts lines from this byte. Printing a location adds the lines before this
-    byte.
+    unit: "line", "row", "record" (a JSON value), or "" for a whole file. number: the number of the
+    line, row or JSON value. Lines are counted from 1, rows and JSON values from 0. offset: the byte
+    from which lines are counted. Printing a location adds the lines before this byte.
     """
 
     path: str
@@ -61,7 +60,7 @@ class Location:
 def pack_locations(locations: Sequence[Location]) -> str:
     """Return locations as JSON text: a list of [path, unit, offset, [numbers]].
 
-    Each entry is for consecutive locations in one file.
+    Consecutive locations in one file share an entry.
     """
     groups = groupby(locations, key=lambda each: (each.path, each.unit, each.offset))
     packed = [
@@ -109,7 +108,7 @@ class UnusableRowError(ValueError):
         self.reason = reason
 
     def at(self, location: Location) -> BadRow:
-        """Return a BadRow with this error's reason and message, and a record's location."""
+        """Return this error as the BadRow of the record at `location`."""
         return BadRow(self.reason, str(self), location)
 
 
@@ -120,13 +119,13 @@ def wrong_type(what: str, wanted: str, value: Any) -> UnusableRowError:
 
 
 def given_twice(where: str, *names: str) -> UnusableRowError:
-    """Return the error about a message with the same content under two keys, `names`."""
+    """Return the error for a message that has the same content under two keys (`names`)."""
     problem = f"{where} has {' and '.join(map(repr, names))}: keep one of them"
     return UnusableRowError("wrong_type", problem)
 
 
 def as_json(where: str, result: Any) -> str:
-    """Return a tool's result as JSON text; UnusableRowError for values that JSON lacks."""
+    """Return a tool's result as JSON text. Raises UnusableRowError if JSON cannot express it."""
     try:
         return json.dumps(result, ensure_ascii=False)
     except TypeError as error:  # bytes or dates of Arrow
@@ -135,7 +134,7 @@ def as_json(where: str, result: Any) -> str:
 
 
 def thought_text(said: Any) -> Any:
-    """Return a list of texts or text parts (Mistral, OpenAI) as one text; other values as is."""
+    """Join a list of texts or text parts (Mistral, OpenAI). Return other values unchanged."""
     if not isinstance(said, list):
         return said
     texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in said]
@@ -143,9 +142,9 @@ def thought_text(said: Any) -> Any:
 
 
 def split_thought(text: Any) -> tuple[str, Any]:
-    """Return the thought that begins a text, with <think> and </think>, and the rest of the text.
+    """Split a text into the thought at its start, with <think> and </think>, and the rest.
 
-    Returns "" and `text` if no thought begins the text.
+    Returns "" and `text` if the text does not start with a thought.
     """
     if not str(text).lstrip().startswith("<think>"):
         return "", text
@@ -156,7 +155,7 @@ def split_thought(text: Any) -> tuple[str, Any]:
 def check_text(what: str, text: Any) -> None:
     """Raise UnusableRowError unless `text` is a string that can be encoded as UTF-8.
 
-    what: the name of the text in the error.
+    what: the text's name in the error.
     """
     if isinstance(text, bytes):  # Arrow's bytes that records.py could not decode as UTF-8
         raise UnusableRowError("invalid_utf8", f"{what} is not UTF-8")
@@ -170,7 +169,7 @@ def check_text(what: str, text: Any) -> None:
 
 
 def tools_of(column: str, value: Any) -> list[Any] | None:
-    """Return a list of a row's tools in OpenAI's form; None if the row has no tools.
+    """Return a row's tools in OpenAI's form. None means that the row has no tools.
 
     column: the column's name in errors. Raises UnusableRowError if `value` is no list of JSON
     schemas.
@@ -196,7 +195,7 @@ def tools_of(column: str, value: Any) -> list[Any] | None:
 
 
 def read_segments(column: str, fields: Mapping[str, Any]) -> Pieces:
-    """Return the (text, is trained on) pairs in a row of axolotl's `input_output` format.
+    """Return pairs (text, whether trained on) of a row in axolotl's `input_output` format.
 
     column: the column's name in errors. Raises UnusableRowError for malformed segments.
     """
@@ -215,7 +214,7 @@ def read_segments(column: str, fields: Mapping[str, Any]) -> Pieces:
 
 
 def read_tokens(column: str, fields: Mapping[str, Any]) -> Pieces:
-    """Return a tokenized row as [(token ids, is trained on)], cut where the loss mask changes.
+    """Return a tokenized row as [(token ids, whether trained on)], cut where the mask changes.
 
     column: the column's name in errors. Raises UnusableRowError for padding, and for labels that
     are neither -100 nor the token's id.
@@ -241,9 +240,9 @@ def read_tokens(column: str, fields: Mapping[str, Any]) -> Pieces:
 
 
 def decoded(value: Any) -> Any:
-    """Return the object or list in a JSON string; any other value unchanged.
+    """Return the object or list in a JSON string. Return any other value unchanged.
 
-    Python's notation ({'a': None}) is decoded too, because pandas writes objects into CSV that way.
+    Python's notation ({'a': None}) is also decoded, because pandas writes it into CSV files.
     """
     if not isinstance(value, str):
         return value
@@ -260,7 +259,7 @@ def decoded(value: Any) -> Any:
 def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
     """Return fields with names changed by (old, new) pairs.
 
-    A field is left out if another field gets its name.
+    A field is left out if another column is renamed to its name.
     """
     ours = dict(columns)
     taken = set(ours.values())
@@ -272,7 +271,7 @@ def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Ma
 
 
 def renamed_message(given: Any, names: Sequence[tuple[str, str]]) -> Any:
-    """Return a message with our names for its keys and role; a value that is no message as is.
+    """Return a message with our names for its keys and role. Return other values unchanged.
 
     names: pairs (name in the file, our name).
     """
@@ -288,7 +287,7 @@ def renamed_message(given: Any, names: Sequence[tuple[str, str]]) -> Any:
 
 
 def refuse_media(where: str, fields: Mapping[str, Any]) -> None:
-    """Raise UnusableRowError if fields have images, video or audio. where: their name in errors."""
+    """Raise UnusableRowError for images, video or audio. where: the fields' name in the error."""
     if held := [name for name in fields if name in MEDIA and decoded(fields[name]) not in NOTHING]:
         message = (
             f"{where} has {', '.join(map(repr, held))}: text alone is trained on; remove what the "

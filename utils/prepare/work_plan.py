@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 # Increase when a code change alters the output of the same sources and settings.
 OUTPUT_VERSION = 3
 COLUMNS_SHOWN = 20
-# A source is refused before the work begins if the first rows are all faulty.
+# A source is refused before the work begins if its first ROWS_TRIED rows are all faulty.
 ROWS_TRIED = 100
 
 SMALLEST_UNIT_BYTES = 1 << 20
@@ -58,8 +58,8 @@ SourceFiles = Sequence[tuple[Source, Sequence[SourceFile]]]
 class WorkUnit:
     """A piece of a source that one worker tokenizes: consecutive parts of its files.
 
-    source: the index of the source. size: bytes on disk. max_tokens: the most tokens to write;
-    None: no limit.
+    source: the index of the source. size: bytes on disk. max_tokens: the most tokens to write. None
+    means no limit.
     """
 
     index: int
@@ -72,7 +72,7 @@ class WorkUnit:
 
 @dataclass(frozen=True)
 class UnitSettings:
-    """The settings on which a work unit's output depends, besides its tokenizer and files."""
+    """Settings that decide the output of work units, together with the files and the tokenizer."""
 
     document_format: str
     sources: tuple[RowSettings, ...]
@@ -88,7 +88,7 @@ class UnitSettings:
 class PreparationPlan:
     """The plan of a preparation: all that decides the output, except the tokenizer.
 
-    sources: the files of each split, `train` first; `units` are cut from these files.
+    sources: the files of each split, `train` first. `units` are cut from these files.
     needs_chat_template: some documents are chats. commits: {NAME@REVISION: commit} of Hub datasets.
     lines: (level, text) for the log.
     """
@@ -102,15 +102,15 @@ class PreparationPlan:
 
     @property
     def splits(self) -> list[str]:
-        """The names of the splits to write: train, validation if drawn from train, then others."""
+        """The splits to write: train, validation if it is drawn from train, then the others."""
         held_out = [VALIDATION] if self.settings.validation_fraction > 0 else []
         return [TRAIN, *held_out, *(name for name in self.sources if name != TRAIN)]
 
     def digest(self, tokenizer: Mapping[str, Any], folder: Path | None = None) -> str:
         """Return a hash of the sources, settings, `tokenizer` and versions of tokenizer libraries.
 
-        folder: if given, paths of local files are relative to this folder. tokenizer: hashes of the
-        tokenizer and its template. Numbers of processes and shards do not change the hash.
+        folder: makes the paths of local files relative to this folder. tokenizer: hashes of the
+        tokenizer and its chat template. Numbers of processes and shards do not change the hash.
         """
         splits = self.sources.items()
         content = {
@@ -137,7 +137,7 @@ def _without_unset_code(fields: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
-    """Find the files, decide formats and cut work units. ConfigurationError lists all faults."""
+    """Find files, decide formats, cut work units. Raises ConfigurationError with all faults."""
     remarks = Remarks()
     with remarks.lines:  # an error also shows the log lines collected before it
         return _plan(arguments, remarks)
@@ -173,7 +173,7 @@ def _plan(arguments: PreparationArguments, remarks: Remarks) -> PreparationPlan:
 def _find_sources(
     arguments: PreparationArguments, cache: HubCache, remarks: Remarks
 ) -> list[tuple[Source, list[SourceFile]]]:
-    """Return each source with its files; add a problem to `remarks` for each file given twice."""
+    """Return each source with its files. Add problems, such as repeated files, to `remarks`."""
     if arguments.chat_template is not None and not Path(arguments.chat_template).is_file():
         remarks.problems.append(f"chat_template: {arguments.chat_template}: no such file")
     found = []
@@ -233,10 +233,10 @@ def cut_into_units(sources: SourceFiles) -> list[WorkUnit]:
 def _share_of_tokens(
     groups: Sequence[list[FilePart]], max_tokens: int | None
 ) -> list[tuple[list[FilePart], int | None]]:
-    """Return the groups of file parts to read, each with the most tokens to write from this group.
+    """Return the groups of file parts to read, each with the most tokens to write from the group.
 
-    These numbers add up to `max_tokens` (None: no limit). For a small `max_tokens`, few groups are
-    read, evenly spread over the source.
+    These limits add up to `max_tokens`. None means no limit. For a small `max_tokens`, few groups
+    are read, evenly spread over the source.
     """
     if max_tokens is None or not groups:
         return [(group, None) for group in groups]
@@ -301,7 +301,7 @@ def _decide_formats(
 
 
 def _records(parts: Sequence[FilePart], source: Source) -> Iterator[Record | BadRow]:
-    """Yield the records of a source, with all their columns, after the user's conversion if any."""
+    """Yield a source's records with all columns, converted by the user's function if any."""
     text_column = RowSettings("text", source.columns).read_columns
     convert = converter(source.own_format)
     for part in parts:
@@ -310,7 +310,7 @@ def _records(parts: Sequence[FilePart], source: Source) -> Iterator[Record | Bad
 
 
 def _first_record(records: Iterator[Record | BadRow], source: Source, on_bad_row: str) -> Record:
-    """Return the first record that can be read; ConfigurationError if there is no such record."""
+    """Return the first readable record. Raises ConfigurationError if all are faulty."""
     fault, faults = "", 0
     for record in records:
         if isinstance(record, Record):
@@ -341,8 +341,8 @@ def _check_first_rows(first: Record, others: Iterator[Record | BadRow], read: Ro
 def _row_format(record: Record, source: Source, wanted: str) -> str:
     """Return the name of a source's row format, from its setting or its first record.
 
-    wanted: the document format of the earlier sources, which decides if several row formats fit.
-    Raises ConfigurationError if no format fits, or if several remain.
+    wanted: the document format of the earlier sources. It decides between several formats that fit.
+    Raises ConfigurationError if no format fits, or if several fit equally well.
     """
     row_format, found = source.format, detect_formats(renamed(record.fields, source.columns))
     where = record.location
@@ -375,7 +375,7 @@ def _check_first_record(
 ) -> None:
     """Add a log line to `remarks` with the used and unused columns of a source's first record.
 
-    Raises ConfigurationError for a row that would be trained on wrongly (see `misreading`).
+    Raises ConfigurationError if training would misread the columns (see `misreading`).
     """
     path = record.location.path
     problems = list(filter(None, [misreading(record.fields, source)]))

@@ -1,9 +1,8 @@
 """The workspace OUT/.shards: the Arrow files and counts of finished work units.
 
 A work unit is a piece of a source that one worker tokenizes. A unit is finished when its JSON file
-with counts exists. JSON and Arrow files are written under temporary names, and renamed when they
-are complete. So a preparation may be killed at any moment, and several shards may write at the same
-time.
+with counts exists. Files are written under temporary names and renamed when they are complete.
+Therefore a preparation may be killed at any time, and several shards may write at the same time.
 """
 
 import json
@@ -66,7 +65,7 @@ NOTES = {
     "all (docs/data.md, Thoughts), or give such a chat once for every answer, each time up to that "
     "answer and with weight: 0 in the answers before it",
 }
-# The notes to log as warnings: answers that think although they should not, or the opposite.
+# Notes that are logged as warnings: thoughts in the wrong answers, or answers without thoughts.
 TRAINED_WRONGLY = {"thoughts_after_closed_prompts", "without_earlier_thinking"}
 
 
@@ -74,10 +73,10 @@ TRAINED_WRONGLY = {"thoughts_after_closed_prompts", "without_earlier_thinking"}
 class UnitCounts:
     """Counts over the records of one or more work units.
 
-    The keys of documents, tokens, loss_tokens and text_bytes are splits. dropped: {reason:
-    records}. notes: {name in NOTES: count}. unread: {label: records} of columns, message keys and
-    roles that are not read. refused: {advice: dropped records that stop the preparation}. examples:
-    messages about the first dropped records, or about the first refused records if there are any.
+    documents, tokens, loss_tokens, text_bytes: {split: count}. notes: {name in NOTES: count}.
+    dropped: {reason: records}. refused: {advice to the user: records that stop the preparation}.
+    unread: {label: records} of columns, message keys and roles that are not read. examples:
+    messages about the first refused records or, without refused records, the first dropped ones.
     """
 
     documents: Counter[str] = field(default_factory=Counter)
@@ -91,9 +90,10 @@ class UnitCounts:
     examples: list[str] = field(default_factory=list)
 
     def drop(self, row: BadRow, advice: str = "") -> None:
-        """Count a record that is not written; with `advice`, as one that stops the preparation.
+        """Count a dropped record.
 
-        advice: what the user can do about the record.
+        advice: what the user can do about a record that stops the preparation. "" means that the
+        record does not stop it.
         """
         self.dropped[row.reason] += 1
         if advice and not self.refused:
@@ -110,7 +110,7 @@ class UnitCounts:
 
 
 def commits_begun_with(output_dir: Path) -> dict[str, str]:
-    """Return {NAME@REVISION: commit} of the Hub datasets read earlier for output_dir."""
+    """Return {NAME@REVISION: commit} of the Hub datasets that earlier work in output_dir used."""
     with suppress(OSError, ValueError):
         settings = json.loads((output_dir / WORKSPACE / SETTINGS).read_text(encoding="utf-8"))
         return dict(settings.get("hub", {}))
@@ -123,9 +123,8 @@ class Workspace:
     """Working files of one preparation. digest: the hash of its sources, settings and tokenizer.
 
     commits: {NAME@REVISION: commit} of the Hub datasets among the sources. replaced: the folder of
-    finished datasets that `publish` replaces by output_dir (--overwrite). movable: the hash with
-    paths relative to output_dir, so that datasets copied together with their sources are
-    recognized.
+    finished datasets that `publish` replaces by output_dir (--overwrite). movable: `digest` with
+    paths relative to output_dir, to recognize datasets that were copied with their sources.
     """
 
     output_dir: Path
@@ -142,7 +141,7 @@ class Workspace:
     def is_prepared(self) -> bool:
         """Return whether output_dir has finished datasets of exactly these settings and sources.
 
-        Raises ConfigurationError if the directory has anything else, except unfinished work.
+        Raises ConfigurationError if output_dir has other contents. Unfinished work is allowed.
         """
         if self.output_dir.exists() and not self.output_dir.is_dir():
             raise ConfigurationError(f"output_dir: {self.output_dir}: is a file, not a folder")
@@ -169,7 +168,7 @@ class Workspace:
         """Return a workspace in a new folder if output_dir has finished datasets of other settings.
 
         Otherwise returns this workspace. Changes nothing on disk. Raises ConfigurationError if
-        output_dir has files that no preparation wrote, or is in a run directory in use.
+        output_dir has files that no preparation wrote, or if a run is using output_dir.
         """
         folder = self.output_dir.resolve()
         old, new = beside(folder, "old"), beside(folder, "new")
@@ -188,10 +187,7 @@ class Workspace:
         return replace(self, output_dir=new, replaced=folder)
 
     def publish(self) -> Path:
-        """Replace the datasets in the folder `replaced`, if any, by those in output_dir.
-
-        Returns the folder of the finished datasets.
-        """
+        """Replace the folder `replaced`, if set, by output_dir. Return the datasets' folder."""
         folder = self.replaced
         if folder is None:
             return self.output_dir
@@ -207,8 +203,8 @@ class Workspace:
     def open(self, *, may_discard: bool) -> None:
         """Create the workspace, or resume an existing one.
 
-        Finished units of other settings or sources are deleted if `may_discard` is True and their
-        assembly into a dataset has not begun. Otherwise such units raise ConfigurationError.
+        Raises ConfigurationError if the workspace has finished units of other settings or sources.
+        Deletes these units instead if `may_discard` is True and their assembly has not begun.
         """
         if self.replaced and not self.root.exists():
             shutil.rmtree(self.output_dir, ignore_errors=True)  # left by a killed --overwrite
@@ -240,7 +236,7 @@ class Workspace:
         replace_text(self.root / f"unit-{unit:06d}.json", json.dumps(record, indent=1))
 
     def counts_of(self, unit: int) -> UnitCounts | None:
-        """Return the counts of a finished unit; None for a unit that must be prepared (again)."""
+        """Return a finished unit's counts. None means that the unit must be prepared (again)."""
         try:
             record = json.loads((self.root / f"unit-{unit:06d}.json").read_text(encoding="utf-8"))
             examples = record["counts"].pop("examples")
@@ -251,12 +247,11 @@ class Workspace:
         return found if record["digest"] == self.digest else None
 
     def is_last_of_array(self, array: str, shard: int, shards: int) -> bool:
-        """Mark a shard of a Slurm job array as done; return whether its task must merge all shards.
+        """Mark a job array's shard as done. Return whether this Slurm task must merge all shards.
 
-        The task that finishes last merges. If two tasks end at once, both may see all shards as
-        done, but only one can create the link `claim`. A requeued task that finds its own link
-        merges again. The file names contain the job array's id, so a task that died does not block
-        a later array.
+        The last task merges. If two tasks end at once, both may see all shards as done, but only
+        one of them can create the link `claim`. A requeued task that finds its own link merges
+        again. The link's name contains the array's id, so a dead task does not block later arrays.
         """
         finished, claim = self.root / f"array-{array}", self.root / f"array-{array}-merged-by"
         try:
@@ -273,8 +268,8 @@ class Workspace:
         return True
 
     def remove(self) -> None:
-        """Delete the workspace, after its Arrow files were moved to the datasets' folders."""
-        # Rename it first: a half-deleted workspace must not look like unfinished work.
+        """Delete the workspace. Its Arrow files must have been moved before."""
+        # Rename the folder first: a half-deleted workspace must not look like unfinished work.
         finished = self.root.with_name(f"{self.root.name}.finished")
         if self.root.exists():
             self.root.replace(finished)
@@ -282,7 +277,7 @@ class Workspace:
 
 
 def beside(folder: str | Path, state: str) -> Path:
-    """Return .NAME.STATE beside a folder NAME: the place of its old or new datasets.
+    """Return .NAME.STATE beside a folder NAME, the path of its old or new datasets.
 
     state: "old" or "new".
     """
@@ -301,7 +296,7 @@ def foreign_files(folder: Path) -> list[str]:
 
 
 def refuse_foreign_files(folder: Path) -> None:
-    """Raise ConfigurationError if a folder to replace or delete has files that are not ours."""
+    """Raise ConfigurationError if a folder has links, or files that no preparation wrote."""
     if others := foreign_files(folder):
         raise ConfigurationError(
             f"output_dir: {folder}: holds {', '.join(others[:5])}, which prepare_data.py did not "
@@ -310,5 +305,5 @@ def refuse_foreign_files(folder: Path) -> None:
 
 
 def partial_name(path: Path) -> Path:
-    """Return a temporary path in the folder of `path` that no other process uses."""
+    """Return a temporary path beside `path` that no other process uses."""
     return path.with_name(f".{path.name}.{host_name()}.{os.getpid()}.partial")
