@@ -20,10 +20,10 @@ CHANGED = "This changes the training, or may:"
 
 
 def recipe_texts(given: "Conversion", folder: Path) -> dict[Path, str]:
-    """Return {path: text} of the recipes and of the files that the recipes name.
+    """Return {path: text} of the files to write into `folder`.
 
-    The files named are a Python file with functions that build prompts, and a chat template. The
-    training recipe is last, after the data recipes. folder: the files' folder.
+    They are a chat template and a Python file with functions that build prompts (if the data need
+    them), the data recipes, and at the end the training recipe.
     """
     source, script = given.path, "pretrain.py" if given.pretraining else "sft_train.py"
     run, code = folder / f"{source.stem}.yaml", folder / f"{source.stem}_format.py"
@@ -55,7 +55,7 @@ def recipe_texts(given: "Conversion", folder: Path) -> dict[Path, str]:
 
 
 def listing(reasons: Mapping[str, Sequence[str]], margin: str) -> str:
-    """Return a text with one line for each reason: its keys, then the reason.
+    """Return one line of text for each reason: the keys, then the reason.
 
     reasons: {reason: keys}. margin: the text at the beginning of each line.
     """
@@ -64,7 +64,7 @@ def listing(reasons: Mapping[str, Sequence[str]], margin: str) -> str:
 
 
 def next_steps(given: "Conversion", files: Sequence[Path]) -> str:
-    """Return a text: what changes the training, and the commands to prepare data and to train.
+    """Return a text with the changes of the training and the next commands to run.
 
     files: the paths from `recipe_texts`.
     """
@@ -77,7 +77,7 @@ def next_steps(given: "Conversion", files: Sequence[Path]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert the config on the command line; print or write the recipes; return the exit code."""
+    """Convert a config, print or write the recipes, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m utils.importing", description=str(__doc__).partition("\n")[0]
     )

@@ -43,11 +43,11 @@ OTHER_METHODS = (
 
 
 def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
-    """Convert the config file at `path` and return the Conversion, which has the recipes.
+    """Convert the config file at `path`. The returned Conversion has the recipes.
 
-    kind: the config's toolkit, or None to recognize the toolkit by its keys. gpus: the number of
-    GPUs of the original training, which decides the global batch. Raises YamlError for a faulty
-    file, and ConfigurationError if the config cannot be converted.
+    kind: the config's toolkit. None means to recognize the toolkit by the config's keys. gpus: the
+    number of GPUs of the original training, which decides the global batch. Raises YamlError for a
+    faulty file, and ConfigurationError if the config cannot be converted.
     """
     entries = load_file(path)
     if "model_class" in entries:
@@ -181,7 +181,7 @@ def _convert_batch(given: Conversion) -> None:
 
 
 def _convert_times(given: Conversion) -> None:
-    """Convert the settings of when to evaluate and when to save checkpoints."""
+    """Convert the intervals of evaluations and checkpoints."""
     if given.value("save_total_limit") == 1:
         given.given["save_total_limit"] = Given(2, "1 there; the newest may be damaged")
     if given.value("save_strategy") == "best":
@@ -208,7 +208,7 @@ def _convert_times(given: Conversion) -> None:
 
 
 def _convert_best_model(given: Conversion) -> None:
-    """Convert metric_for_best_model: eval_loss, of all splits, becomes the first split's loss."""
+    """Convert metric_for_best_model. The loss of all splits becomes the first split's loss."""
     splits = list(eval_splits(given.run["eval_data"][0])) if "eval_data" in given.run else []
     metric = given.value("metric_for_best_model")
     judges = [each for each in BEST_MODEL_JUDGES if given.value(each) or each in given.run]
@@ -222,7 +222,7 @@ def _convert_best_model(given: Conversion) -> None:
 
 
 def _convert_optimizer(given: Conversion) -> None:
-    """Convert optimizer, learning rate schedule and trackers (wandb, Hub) to Stoker's settings."""
+    """Convert the optimizer, the learning rate schedule, wandb and the upload to the Hub."""
     if given.take("use_muon"):
         given.put("optim", "muon", "use_muon")
     meshes = given.gpus > 1 or any(not is_off(given.value(name)) for name in SHARDING)
@@ -292,10 +292,10 @@ def _convert_adapter(given: Conversion) -> None:
 
 
 def _convert_frozen(given: Conversion) -> None:
-    """Convert the choice of trained weights: axolotl's patterns, LLaMA-Factory's number of layers.
+    """Convert the choice of weights to train: axolotl's patterns, or LLaMA-Factory's last layers.
 
-    LLaMA-Factory trains the last layers, but its config does not say how many the model has. So the
-    recipe names them LAST. The script refuses LAST until the user writes layer numbers.
+    A config of LLaMA-Factory does not have the model's number of layers, so the recipe has the word
+    LAST. The script refuses LAST until the user replaces it by layer numbers.
     """
     if patterns := given.take("train_only"):
         plain = [re.sub(r"\[\d*:?\d*\]$", "", str(each)) for each in listed(patterns)]
@@ -318,7 +318,7 @@ def _convert_frozen(given: Conversion) -> None:
 
 
 def _convert_precision(given: Conversion) -> None:
-    """Convert dtypes and activation checkpointing. LoRA with bf16 has frozen bfloat16 weights."""
+    """Convert dtypes and activation checkpointing. With LoRA, bf16 means bfloat16 weights."""
     source = given.given["bf16"].source if "bf16" in given.given else "bf16"
     bf16, pure = given.take("bf16"), given.take("pure_bf16")
     pure = pure or bf16 == "full"
@@ -376,7 +376,7 @@ def _convert_strategy(given: Conversion) -> None:
 
 
 def _remove_lines_that_cannot_stay(given: Conversion) -> None:
-    """Remove recipe settings without effect or that the script would refuse; note the reasons."""
+    """Remove settings that have no effect or that the script would refuse, and note why."""
     name = given.path.name
     lines = {n: Given(v, name, 0) for n, (v, _) in given.run.items() if n in given.declared}
     values = SettingValues(given.declared, lines)

@@ -10,7 +10,7 @@ from utils.importing.toolkits import BY_DEFAULT, DATA, Conversion, listed
 NO_LIMIT = 8192  # sequence_length in tokens if the config has no limit
 NUMBER = "{0} documents there, a share here: write {0} / number of documents as validation_fraction"
 CHATS = "messages"
-# {format of a source: kind of its documents, if they are no chats}.
+# {format of a source: kind of its documents}. All other formats are chats.
 KINDS = {
     "text": "text",
     **dict.fromkeys(("prompt_completion", "segments", "tokens"), "prompt_completion"),
@@ -18,7 +18,7 @@ KINDS = {
 
 
 def convert_data(given: Conversion, folder: str) -> None:
-    """Fill the data recipes, and the data settings of the training recipe.
+    """Convert all data settings to the data recipes and the training recipe in `given`.
 
     folder: the output_dir of the first data recipe. Further recipes write to FOLDER-2, FOLDER-3.
     """
@@ -86,10 +86,10 @@ def _convert_template(given: Conversion, recipes: Sequence[dict[str, Any]]) -> N
 
 
 def _divided(given: Conversion, entries: Entries) -> list[tuple[Entries, float | None]]:
-    """Divide the datasets into groups, each for one data recipe; return (entries, weight) for each.
+    """Group the datasets by kind of documents, and return (entries, None) for each data recipe.
 
-    Chats, texts, and prompts with completions are in separate groups, and their weight is `None`.
-    In LLaMA-Factory's mixture each dataset is a group, and its weight is its share of the training.
+    LLaMA-Factory's interleaved mixtures are not grouped. They give (entries, weight) for each
+    dataset, where the weight is the dataset's share of the training.
     """
     strategy, shares = str(given.value("mix_strategy")), given.value("interleave_probs")
     if strategy.startswith("interleave") and len(entries) > 1:
@@ -111,7 +111,7 @@ def _kind(given: Conversion, entry: Mapping[str, Any] | str) -> str:
 
 
 def _hold_out(given: Conversion, recipes: Sequence[dict[str, Any]]) -> None:
-    """Convert the evaluation data: named datasets, or a share of the training documents."""
+    """Convert the evaluation data: named datasets, and a share of the training documents."""
     splits = []
     found = read_sources(given, "eval_sources") if given.value("eval_sources") else []
     kinds = [_kind(given, recipe["sources"][0]) for recipe in recipes if recipe["sources"]]
@@ -138,7 +138,7 @@ def _hold_out(given: Conversion, recipes: Sequence[dict[str, Any]]) -> None:
 
 
 def limit_tokens(given: Conversion) -> None:
-    """For pretraining with max_steps, limit a single source to these steps' tokens plus 10 %."""
+    """Limit the only source of a pretraining to 1.1 times the tokens of max_steps."""
     steps, sources = given.value("max_steps", 0), given.data["sources"]
     if not given.pretraining or not steps or steps < 0 or len(sources) != 1:
         return

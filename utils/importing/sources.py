@@ -18,9 +18,9 @@ Entries = list[dict[str, Any]]
 
 
 def read_sources(given: Conversion, name: str) -> Entries:
-    """Convert the datasets in a setting to entries of a data recipe; return the entries.
+    """Return data recipe entries for the datasets in a setting, and note differences in `given`.
 
-    name: the setting, `sources` or `eval_sources`. Differences are noted in `given`.
+    name: the setting, `sources` or `eval_sources`.
     """
     reader = {"axolotl": _axolotl, "llamafactory": _factory, "trl": _trl}[given.kind]
     source = given.given[name].source
@@ -77,10 +77,9 @@ def _axolotl(given: Conversion, source: str, entries: Any) -> Entries:
 
 
 def _axolotl_format(given: Conversion, key: str, kind: str) -> str | None:
-    """Return Stoker's row format for a dataset type of axolotl; None if rows tell the format.
+    """Return Stoker's row format for `kind`, a dataset type of axolotl.
 
-    key: the config's key, for notes. kind: the dataset type. Adds a note if the documents may
-    differ from axolotl's.
+    An empty result means that Stoker detects the format. key: the config's key, for notes.
     """
     if not kind:
         given.note(key, "empty: the rows have input_ids and labels")
@@ -95,10 +94,10 @@ def _axolotl_format(given: Conversion, key: str, kind: str) -> str | None:
 
 
 def _prompt(given: Conversion, source: str, entry: dict[str, Any], kind: Any) -> str:
-    """Add a Python function that builds the prompts of an axolotl dataset type; return its name.
+    """Add a Python function that builds the prompts of `kind`, a dataset type of axolotl.
 
-    Return "" if the type needs no function or is unknown. kind: the dataset type. entry: the
-    dataset's entry in the config. Keys that name columns are removed from `entry`.
+    Return the function's name, or "" if the type needs no function or is unknown. entry: the
+    dataset's entry in the config, from which the keys that name columns are removed.
     """
     custom = dict(kind) if isinstance(kind, Mapping) else {}
     base, _, style = ("" if custom else str(kind)).partition(":")
@@ -153,7 +152,7 @@ def _leave_thoughts_out(given: Conversion) -> None:
 def _axolotl_columns(
     given: Conversion, source: str, entry: dict[str, Any], kind: str
 ) -> dict[str, str]:
-    """Remove the keys that name columns from `entry`; return {column of a file: Stoker's name}."""
+    """Return {column of the data: Stoker's name}. Remove the keys with the columns from `entry`."""
     columns = {}
     for part in ("instruction", "input", "output", "system", "tools"):
         if column := entry.pop(f"field_{part}", None):
@@ -178,7 +177,7 @@ def _axolotl_columns(
 
 
 def _role_names(given: Conversion, where: str, roles: Mapping[str, Any]) -> dict[str, str]:
-    """Return {role in the data: Stoker's role}, without roles that Stoker knows by itself.
+    """Return {role in the data: Stoker's role}, without the roles that Stoker maps by default.
 
     roles: {Stoker's role: roles in the data}. where: the config's key, for notes.
     """
@@ -191,8 +190,8 @@ def _role_names(given: Conversion, where: str, roles: Mapping[str, Any]) -> dict
 def _factory(given: Conversion, source: str, names: Any) -> Entries:
     """Return data recipe entries for datasets of LLaMA-Factory.
 
-    names: the datasets' names in dataset_info.json. Its folder is the setting dataset_dir (default:
-    data), in the working directory or in a folder above the config.
+    names: the datasets' names in dataset_info.json. The folder of this file is the setting
+    dataset_dir (default: data). It is searched in the working directory and above the config.
     """
     where, known = str(given.value("dataset_dir") or "data"), {}
     remote, folder = where.partition(":")[2], Path(where)
@@ -276,10 +275,10 @@ def _trl(given: Conversion, source: str, value: Any) -> Entries:
 
 
 def _trl_evaluation(given: Conversion, found: Entries, is_mixture: bool) -> None:
-    """Set `eval_sources` as TRL does: if eval_strategy is on, the split `test` of each dataset.
+    """If eval_strategy is on, set `eval_sources` to the test split of each dataset, as TRL does.
 
-    found: the entries of the training data. is_mixture: the config lists several datasets, and TRL
-    then evaluates only on a named split.
+    found: the entries of the training data. is_mixture: whether the config has a list of datasets.
+    TRL evaluates on a list only if dataset_test_split names the split.
     """
     named, strategy = given.value("dataset_test_split"), given.value("eval_strategy", "no")
     if is_off(strategy) or strategy == "no":

@@ -27,7 +27,7 @@ UNKNOWN = "unknown here, left out"
 EMPTY = "empty there"
 OFF = "off or 0 there: no effect"
 BY_DEFAULT = "as it is here without a line"
-# Keys of settings that are always on in Stoker: "off" in a config is a difference.
+# Settings that are always on in Stoker. If a config turns one off, the training differs.
 _ON_HERE = (
     "shuffle_dataset", "remove_unused_columns", "average_tokens_across_devices",
     "completion_only_loss",
@@ -39,9 +39,9 @@ _OFF_VALUES: tuple[Any, ...] = (None, False, 0, "", "none", [], {})
 class Toolkit:
     """A toolkit whose configs can be converted.
 
-    marks: keys by which its configs are recognized. names: {the toolkit's key: Stoker's name}.
-    defaults: {Stoker's name: the toolkit's default}. winners: keys that overrule another key of the
-    same meaning. null_counts: whether null in a config replaces a default.
+    marks: keys that suggest this toolkit. names: {the toolkit's key: Stoker's name}. defaults:
+    {Stoker's name: the toolkit's default}. winners: keys that overrule another key with the same
+    meaning. null_counts: whether null in a config replaces a default.
     """
 
     marks: Sequence[str]
@@ -68,8 +68,8 @@ class Conversion:
     given: {Stoker's name: value} of settings that are not converted yet. run: {setting: (value,
     comment)} of the training recipe. data: settings of the first data recipe. more_data: for each
     further data recipe, the settings that replace those in `data`. changes: {how the training
-    differs: keys}. notes: {reason: other keys without a counterpart}. commands: shell commands to
-    run before the preparation. functions: {name: Python code of a row format}.
+    differs: keys}. notes: {reason: other keys that the recipes leave out}. commands: shell commands
+    to run before the preparation. functions: {name: Python code of a row format}.
     """
 
     def __init__(self, kind: str, entries: Mapping[str, tuple[Any, int]], path: Path, gpus: int):
@@ -115,7 +115,7 @@ class Conversion:
         return self.given.pop(name).value if name in self.given else default
 
     def note(self, key: str, reason: str) -> None:
-        """Add a config's key to `notes` under a reason. A toolkit's default is not noted."""
+        """Add a config's key to `notes` under a reason. Skip values of the toolkit's defaults."""
         if key != self.its_default and key not in self.notes.setdefault(reason, []):
             self.notes[reason].append(key)
 
@@ -167,8 +167,8 @@ class Conversion:
         """Add a setting to the training recipe.
 
         If `value` is Stoker's default, only add a note. If Stoker's setting refuses `value`, add a
-        change. comment: text after the value in the recipe. key: the config's key, or "" for
-        `name`.
+        change instead. comment: text after the value in the recipe. key: the config's key, if it
+        differs from `name`.
         """
         key = key or name
         declaration = self.declared.get(name)
