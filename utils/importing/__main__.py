@@ -19,37 +19,37 @@ if TYPE_CHECKING:
 CHANGED = "This changes the training, or may:"
 
 
-def recipe_texts(given: "Conversion", folder: Path) -> dict[Path, str]:
+def recipe_texts(state: "Conversion", folder: Path) -> dict[Path, str]:
     """Return {path: text} of the files to write into `folder`.
 
     They are a chat template and a Python file with functions that build prompts (if the data need
     them), the data recipes, and at the end the training recipe.
     """
-    source, script = given.path, "pretrain.py" if given.pretraining else "sft_train.py"
+    source, script = state.path, "pretrain.py" if state.pretraining else "sft_train.py"
     run, code = folder / f"{source.stem}.yaml", folder / f"{source.stem}_format.py"
     texts = {}
-    if given.functions:
-        texts[code] = f"# Prompts of {source.name!r}, as {given.kind} makes them.\n"
-        texts[code] += "".join(given.functions.values())
-    if given.template:
+    if state.functions:
+        texts[code] = f"# Prompts of {source.name!r}, as {state.kind} makes them.\n"
+        texts[code] += "".join(state.functions.values())
+    if state.template:
         template = folder / f"{source.stem}.jinja"
-        texts[template] = given.template
-        given.data["chat_template"] = str(template)
-    made = [(run, script, given.run)]
-    for number, recipe in enumerate(given.data_recipes(), 1):
+        texts[template] = state.template
+        state.data["chat_template"] = str(template)
+    recipes = [(run, script, state.run)]
+    for number, recipe in enumerate(state.data_recipes(), 1):
         for entry in (*recipe["sources"], *recipe.get("eval_sources", ())):
-            if isinstance(entry, dict) and entry.get("format") in given.functions:
+            if isinstance(entry, dict) and entry.get("format") in state.functions:
                 entry["format"] = f"{code}:{entry['format']}"
         file = folder / f"{source.stem}_data{f'_{number}' if number > 1 else ''}.yaml"
         lines = {key: (value, "") for key, value in recipe.items()}
-        made.insert(-1, (file, "prepare_data.py", lines))
-    for file, command, lines in made:
-        head = f"# Made from {source.name} of {given.kind}:\n#   python {command} --config {file}\n"
-        if file == run and given.changes:
-            head += f"# {CHANGED}\n{listing(given.changes, '#   ')}"
+        recipes.insert(-1, (file, "prepare_data.py", lines))
+    for file, command, lines in recipes:
+        head = f"# Made from {source.name} of {state.kind}:\n#   python {command} --config {file}\n"
+        if file == run and state.changes:
+            head += f"# {CHANGED}\n{listing(state.changes, '#   ')}"
         texts[file] = head + "".join(entry_text(key, *entry) for key, entry in lines.items())
-    if given.notes:
-        notes = listing(given.notes, "#   ")
+    if state.notes:
+        notes = listing(state.notes, "#   ")
         texts[run] += f"\n# Without a counterpart, or done otherwise:\n{notes}"
     return texts
 
@@ -63,15 +63,15 @@ def listing(reasons: Mapping[str, Sequence[str]], margin: str) -> str:
     return "".join(f"{margin}{' '.join(line.split())}\n" for line in lines)  # one comment line each
 
 
-def next_steps(given: "Conversion", files: Sequence[Path]) -> str:
+def next_steps(state: "Conversion", files: Sequence[Path]) -> str:
     """Return a text with the changes of the training and the next commands to run.
 
     files: the paths from `recipe_texts`.
     """
-    changes = f"\n{CHANGED}\n{listing(given.changes, '  ')}" if given.changes else ""
-    script = "pretrain.py" if given.pretraining else "sft_train.py"
+    changes = f"\n{CHANGED}\n{listing(state.changes, '  ')}" if state.changes else ""
+    script = "pretrain.py" if state.pretraining else "sft_train.py"
     *data, run = (file for file in files if file.suffix == ".yaml")
-    commands = [*given.commands, *(f"python prepare_data.py --config {file}" for file in data)]
+    commands = [*state.commands, *(f"python prepare_data.py --config {file}" for file in data)]
     lines = "".join(f"  {each}\n" for each in (*commands, f"python {script} --config {run}"))
     return f"{changes}\nNext:\n{lines}"
 
@@ -86,28 +86,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kind", choices=kinds, help="whose it is; told by its keys otherwise")
     parser.add_argument("--gpus", type=int, help="GPUs it ran on, for the global batch (1)")
     parser.add_argument("--output_dir", type=Path, help="folder for the recipes, else printed")
-    given = parser.parse_args(argv)
-    folder = given.output_dir or Path()
+    arguments = parser.parse_args(argv)
+    folder = arguments.output_dir or Path()
     try:
-        load_file(given.config)  # report a faulty file before the slow imports
+        load_file(arguments.config)  # report a faulty file before the slow imports
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # no line about CPU kernels
         from utils.importing.conversion import convert  # slow to import: transformers
 
-        converted = convert(given.config, given.kind, given.gpus or 1)
-        if given.gpus is None and "--gpus" in converted.run["global_batch_size"][1]:
+        converted = convert(arguments.config, arguments.kind, arguments.gpus or 1)
+        if arguments.gpus is None and "--gpus" in converted.run["global_batch_size"][1]:
             converted.change("global_batch_size", "counted for 1 GPU: give --gpus N")
         texts = recipe_texts(converted, folder)
-        if given.output_dir and (there := [str(file) for file in texts if file.exists()]):
-            raise ConfigurationError(f"{', '.join(there)} already there: name another --output_dir")
+        found = [str(file) for file in texts if file.exists()]
+        if arguments.output_dir and found:
+            raise ConfigurationError(f"{', '.join(found)} already there: name another --output_dir")
     except (YamlError, ConfigurationError) as error:
-        sys.stderr.write(f"{given.config} cannot be converted:\n{error}\n")
+        sys.stderr.write(f"{arguments.config} cannot be converted:\n{error}\n")
         return ConfigurationError.exit_code
     for file, text in texts.items():
-        if given.output_dir:
+        if arguments.output_dir:
             folder.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
-        sys.stdout.write(f"{file}\n" if given.output_dir else f"# ---- {file}\n{text}\n")
-    if given.output_dir:
+        sys.stdout.write(f"{file}\n" if arguments.output_dir else f"# ---- {file}\n{text}\n")
+    if arguments.output_dir:
         sys.stdout.write(next_steps(converted, list(texts)))
     return 0
 

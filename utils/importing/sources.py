@@ -17,83 +17,84 @@ EMPTY_THOUGHTS = re.compile(r"qwen-?3(?!.*(2507|coder|vl|omni|next|embedding))",
 Entries = list[dict[str, Any]]
 
 
-def read_sources(given: Conversion, name: str) -> Entries:
-    """Return data recipe entries for the datasets in a setting, and note differences in `given`.
+def read_sources(state: Conversion, name: str) -> Entries:
+    """Return data recipe entries for the datasets in a setting, and note differences in `state`.
 
     name: the setting, `sources` or `eval_sources`.
     """
-    reader = {"axolotl": _axolotl, "llamafactory": _factory, "trl": _trl}[given.kind]
-    source = given.given[name].source
-    entries = reader(given, source, given.take(name))
+    readers = {"axolotl": _axolotl_entries, "llamafactory": _llamafactory_entries}
+    read = readers.get(state.kind, _trl_entries)
+    source = state.given[name].source
+    entries = read(state, source, state.take(name))
     for entry in entries:
         split, bracket, rest = str(entry.pop("split", None) or "").partition("[")
         share = re.fullmatch(r":(\d+)%\]", rest)
         if share and name == "sources":
             entry["weight"] = int(share[1]) / 100
-            took = f"a share of {share[1]} %, chosen by content, is taken"
+            selection = f"a share of {share[1]} %, chosen by content, is taken"
         elif bracket:
-            took = f"all of {split} is taken"
+            selection = f"all of {split} is taken"
         if bracket:
-            why = f"{took}, not [{rest}; for the same rows name as path what datasets makes: "
+            why = f"{selection}, not [{rest}; for the same rows name as path what datasets makes: "
             why += f"load_dataset(..., split='{split}[{rest}').save_to_disk('sources/slice')"
-            given.change(f"{source}.split", why)
+            state.change(f"{source}.split", why)
         if split and (split != "train" or name == "eval_sources"):
             entry["split"] = split
         if name == "eval_sources" and entry.pop("weight", None):
-            given.note(f"{source}.weight", "all of a held-out split is evaluated")
+            state.note(f"{source}.weight", "all of a held-out split is evaluated")
     return [{k: v for k, v in entry.items() if v not in (None, "", {})} for entry in entries]
 
 
-def _axolotl(given: Conversion, source: str, entries: Any) -> Entries:
+def _axolotl_entries(state: Conversion, source: str, entries: Any) -> Entries:
     found: Entries = []
-    thinks = False
+    splits_thinking = False
     for entry in (dict(e) if isinstance(e, dict) else {"path": e} for e in listed(entries)):
         path, kind = str(entry.pop("path", None)), entry.pop("type", None) or ""
-        made = {ours: entry.pop(theirs, None) for ours, theirs in (
+        common = {ours: entry.pop(theirs, None) for ours, theirs in (
             ("subset", "name"), ("split", "split"), ("revision", "revision"))}  # fmt: skip
-        if name := _prompt(given, source, entry, kind):
-            made["format"] = name
+        if name := _add_prompt_function(state, source, entry, kind):
+            common["format"] = name
         else:
-            made["columns"] = _axolotl_columns(given, source, entry, kind)
-            made["format"] = _axolotl_format(given, f"{source}.type", kind)
+            common["columns"] = _axolotl_columns(state, source, entry, kind)
+            common["format"] = _axolotl_format(state, f"{source}.type", kind)
         if shards := entry.pop("shards", None):
-            made["weight"] = round(1 / shards, 6)
-            given.change(f"{source}.shards", f"{shards}: a share of 1/{shards}, of other rows")
+            common["weight"] = round(1 / shards, 6)
+            state.change(f"{source}.shards", f"{shards}: a share of 1/{shards}, of other rows")
         is_builder = path in ("json", "csv", "parquet", "text")
         for file in listed(entry.pop("data_files", None)):
             where = file if is_builder and file else f"sources/{path}/{file}" if file else path
             if file and not is_builder:
-                given.commands.append(
+                state.commands.append(
                     f"hf download {path} {file} --repo-type dataset --local-dir sources/{path}"
                 )
-            found.append({"path": where, **made})
-        thinks |= bool(entry.get("split_thinking"))
-        given.leave_all(source, entry)
+            found.append({"path": where, **common})
+        splits_thinking |= bool(entry.get("split_thinking"))
+        state.leave_all(source, entry)
     columns = [ours for entry in found for ours in entry.get("columns", {}).values()]
     are_chats = any(entry["format"] in (None, "sharegpt") for entry in found)
-    if are_chats and not thinks and "reasoning_content" not in columns:
-        _leave_thoughts_out(given)
+    if are_chats and not splits_thinking and "reasoning_content" not in columns:
+        _disable_thinking(state)
     return found
 
 
-def _axolotl_format(given: Conversion, key: str, kind: str) -> str | None:
+def _axolotl_format(state: Conversion, key: str, kind: str) -> str | None:
     """Return Stoker's row format for `kind`, a dataset type of axolotl.
 
     An empty result means that Stoker detects the format. key: the config's key, for notes.
     """
     if not kind:
-        given.note(key, "empty: the rows have input_ids and labels")
+        state.note(key, "empty: the rows have input_ids and labels")
         return "tokens"
     formats = [form for start, form in DATA["formats"].items() if kind.startswith(start)]
     if not formats:
-        given.change(key, f"{kind}: its prompt is not known here: write it as a function, and name "
+        state.change(key, f"{kind}: its prompt is not known here: write it as a function, and name "
                      "that as format of the source (docs/own-code.md)")  # fmt: skip
     elif not formats[0]:
-        given.note(key, f"{kind}: the columns tell the format")
+        state.note(key, f"{kind}: the columns tell the format")
     return formats[0] if formats else None
 
 
-def _prompt(given: Conversion, source: str, entry: dict[str, Any], kind: Any) -> str:
+def _add_prompt_function(state: Conversion, source: str, entry: dict[str, Any], kind: Any) -> str:
     """Add a Python function that builds the prompts of `kind`, a dataset type of axolotl.
 
     Return the function's name, or "" if the type needs no function or is unknown. entry: the
@@ -121,36 +122,36 @@ def _prompt(given: Conversion, source: str, entry: dict[str, Any], kind: Any) ->
     system = f"row.get({names['system']!r}, {custom.pop('system_prompt', None) or ''!r})"
     if known["system"]:
         system = "{!r} if given else {!r}".format(*known["system"])
-    name = re.sub(r"\W", "_", str(kind)) if base else f"prompt_{len(given.functions) + 1}"
-    given.leave_all(f"{source}.type", custom)
+    name = re.sub(r"\W", "_", str(kind)) if base else f"prompt_{len(state.functions) + 1}"
+    state.leave_all(f"{source}.type", custom)
     text = partial(
         DATA["function"].format,
         kind=kind if base else "{...}", system=system, system_format=formats[0], turn=formats[1],
-        alone=formats[2], trained=bool(given.value("train_on_inputs")), input=names["input"],
+        alone=formats[2], trained=bool(state.value("train_on_inputs")), input=names["input"],
         instruction=names["instruction"], output=names["output"],
     )  # fmt: skip
-    while given.functions.setdefault(name, text(name=name)) != text(name=name):
+    while state.functions.setdefault(name, text(name=name)) != text(name=name):
         name += "_"  # the name is taken by the same type with other columns
     return name
 
 
-def _leave_thoughts_out(given: Conversion) -> None:
+def _disable_thinking(state: Conversion) -> None:
     """Set enable_thinking: false if the model's chat template prints an empty thought (Qwen3).
 
     axolotl does not train on this empty thought.
     """
-    model = f"{given.run.get('model_name_or_path', '')} {given.value('chat_template')}"
-    variables = given.value("chat_template_kwargs") or {}
-    if given.value("chat_template") in DATA["templates"]["axolotl"]:
+    model = f"{state.run.get('model_name_or_path', '')} {state.value('chat_template')}"
+    variables = state.value("chat_template_kwargs") or {}
+    if state.value("chat_template") in DATA["templates"]["axolotl"]:
         return
-    if EMPTY_THOUGHTS.search(model) and "enable_thinking" not in {*variables, *given.given}:
-        given.given["enable_thinking"] = Given(False, given.its_default)
-        given.change("enable_thinking: false", "the template's empty thought is not trained on, as "
+    if EMPTY_THOUGHTS.search(model) and "enable_thinking" not in {*variables, *state.given}:
+        state.given["enable_thinking"] = Given(False, state.its_default)
+        state.change("enable_thinking: false", "the template's empty thought is not trained on, as "
                      "in axolotl; leave the line out if the data have thoughts")  # fmt: skip
 
 
 def _axolotl_columns(
-    given: Conversion, source: str, entry: dict[str, Any], kind: str
+    state: Conversion, source: str, entry: dict[str, Any], kind: str
 ) -> dict[str, str]:
     """Return {column of the data: Stoker's name}. Remove the keys with the columns from `entry`."""
     columns = {}
@@ -168,34 +169,34 @@ def _axolotl_columns(
         if ours in MESSAGE_KEYS and theirs not in (None, *DATA["as_here"][ours]):
             columns[theirs] = ours
         elif ours not in MESSAGE_KEYS and theirs != ours:
-            given.leave(f"{source}.message_property_mappings.{ours}", theirs)
+            state.leave(f"{source}.message_property_mappings.{ours}", theirs)
     usual = "from" if kind.startswith("sharegpt") else "role"
     ours = "conversations" if (keys["role"] or usual) == "from" else "messages"
     columns[entry.pop("field_messages", None) or ours] = ours
-    columns |= _role_names(given, f"{source}.roles", entry.pop("roles", None) or {})
+    columns |= _role_names(state, f"{source}.roles", entry.pop("roles", None) or {})
     return {theirs: ours for theirs, ours in columns.items() if theirs != ours}
 
 
-def _role_names(given: Conversion, where: str, roles: Mapping[str, Any]) -> dict[str, str]:
+def _role_names(state: Conversion, where: str, roles: Mapping[str, Any]) -> dict[str, str]:
     """Return {role in the data: Stoker's role}, without the roles that Stoker maps by default.
 
     roles: {Stoker's role: roles in the data}. where: the config's key, for notes.
     """
     known = {role: roles[role] for role in roles if role in MESSAGE_ROLES}
-    given.leave_all(where, {role: roles[role] for role in roles if role not in known})
+    state.leave_all(where, {role: roles[role] for role in roles if role not in known})
     words = {word: role for role, found in known.items() for word in listed(found) if word}
     return {word: role for word, role in words.items() if DATA["roles"].get(word) != role}
 
 
-def _factory(given: Conversion, source: str, names: Any) -> Entries:
+def _llamafactory_entries(state: Conversion, source: str, names: Any) -> Entries:
     """Return data recipe entries for datasets of LLaMA-Factory.
 
     names: the datasets' names in dataset_info.json. The folder of this file is the setting
     dataset_dir (default: data). It is searched in the working directory and above the config.
     """
-    where, known = str(given.value("dataset_dir") or "data"), {}
+    where, known = str(state.value("dataset_dir") or "data"), {}
     remote, folder = where.partition(":")[2], Path(where)
-    for base in (Path(), *given.path.absolute().parents):
+    for base in (Path(), *state.path.absolute().parents):
         with suppress(OSError, ValueError):
             known = json.loads((base / folder / "dataset_info.json").read_text(encoding="utf-8"))
             folder = base / folder
@@ -207,7 +208,7 @@ def _factory(given: Conversion, source: str, names: Any) -> Entries:
         if not info:
             why = "no dataset_info.json has it: name its file or Hub dataset in sources"
             hub = f"{where}: hf download {remote} --repo-type dataset, and name its file in sources"
-            given.change(name, hub if remote else why)
+            state.change(name, hub if remote else why)
         file = str(folder / info.pop("file_name")) if "file_name" in info else f"sources/{name}"
         usual = "role" if info.pop("formatting", None) == "openai" else "from"
         tags = dict(info.pop("tags", None) or {})
@@ -215,7 +216,7 @@ def _factory(given: Conversion, source: str, names: Any) -> Entries:
         ours = {"prompt": "instruction", "query": "input", "response": "output", "system": "system",
                 "history": "history", "tools": "tools",
                 "messages": "conversations" if role == "from" else "messages"}  # fmt: skip
-        if given.pretraining:
+        if state.pretraining:
             ours = {"prompt": "text"}
         named = dict(info.pop("columns", None) or {})
         columns = {named.pop(key): ours[key] for key in list(named) if key in ours}
@@ -223,34 +224,34 @@ def _factory(given: Conversion, source: str, names: Any) -> Entries:
             if (theirs := tags.pop(key, None)) not in (None, *DATA["as_here"][our]):
                 columns[theirs] = our
         words = {our: tags.pop(key, None) for our, key in DATA["tags"].items()}
-        columns |= _role_names(given, where, words)
-        given.leave_all(f"{where}.tags", tags)
+        columns |= _role_names(state, where, words)
+        state.leave_all(f"{where}.tags", tags)
         found.append({
             "path": info.pop("hf_hub_url", None) or file, "subset": info.pop("subset", None),
             "split": info.pop("split", None),
             "columns": {theirs: our for theirs, our in columns.items() if theirs != our},
-            "format": None if is_chat or given.pretraining else "alpaca",
+            "format": None if is_chat or state.pretraining else "alpaca",
         })  # fmt: skip
-        given.leave_all(where, info)
-        given.leave_all(f"{where}.columns", named)
+        state.leave_all(where, info)
+        state.leave_all(f"{where}.columns", named)
     return found
 
 
-def _trl(given: Conversion, source: str, value: Any) -> Entries:
+def _trl_entries(state: Conversion, source: str, value: Any) -> Entries:
     """Return data recipe entries for the dataset of a TRL config.
 
     value: a dataset's name, several datasets (TRL), or {name: weight} (Alignment Handbook).
     """
-    subset, split = given.take("dataset_config"), given.take("dataset_train_split")
+    subset, split = state.take("dataset_config"), state.take("dataset_train_split")
     is_mixture = not isinstance(value, str)
     if isinstance(value, Mapping) and "datasets" in value:
         rest = dict(value)
         value = rest.pop("datasets")
         if share := rest.pop("test_split_size", None):
-            given.given.setdefault("validation", Given(share, "test_split_size"))
+            state.given.setdefault("validation", Given(share, "test_split_size"))
         if rest.pop("seed", None) is not None:
-            given.note(f"{source}.seed", "the order of the documents follows from seed here")
-        given.leave_all(source, rest)
+            state.note(f"{source}.seed", "the order of the documents follows from seed here")
+        state.leave_all(source, rest)
     elif isinstance(value, Mapping):
         value = [{"id": name, "weight": weight} for name, weight in value.items()]
     elif not isinstance(value, list):
@@ -262,33 +263,33 @@ def _trl(given: Conversion, source: str, value: Any) -> Entries:
         weight = entry.pop("weight", None)
         columns = listed(entry.pop("columns", None) or [])
         if unread := [each for each in columns if each not in COLUMNS]:
-            given.leave(f"{source}.columns", unread)
+            state.leave(f"{source}.columns", unread)
         elif columns:
-            given.note(f"{source}.columns", BY_DEFAULT)
+            state.note(f"{source}.columns", BY_DEFAULT)
         found.append({
             "path": path, "subset": next(filter(None, names[2:]), None),
             "split": entry.pop("split", None), "weight": None if weight == 1 else weight,
         })  # fmt: skip
-        given.leave_all(source, entry)
-    _trl_evaluation(given, found, is_mixture)
+        state.leave_all(source, entry)
+    _trl_evaluation(state, found, is_mixture)
     return found
 
 
-def _trl_evaluation(given: Conversion, found: Entries, is_mixture: bool) -> None:
+def _trl_evaluation(state: Conversion, found: Entries, is_mixture: bool) -> None:
     """If eval_strategy is on, set `eval_sources` to the test split of each dataset, as TRL does.
 
     found: the entries of the training data. is_mixture: whether the config has a list of datasets.
     TRL evaluates on a list only if dataset_test_split names the split.
     """
-    named, strategy = given.value("dataset_test_split"), given.value("eval_strategy", "no")
+    named, strategy = state.value("dataset_test_split"), state.value("eval_strategy", "no")
     if is_off(strategy) or strategy == "no":
-        given.drop("dataset_test_split", "eval_strategy is no there: nothing is evaluated")
-    elif not given.value("validation") and (named or not is_mixture):
+        state.drop("dataset_test_split", "eval_strategy is no there: nothing is evaluated")
+    elif not state.value("validation") and (named or not is_mixture):
         held_out = [
             {"id": each["path"], "config": each["subset"], "split": named or "test"}
             for each in found
         ]
-        given.given.setdefault("eval_sources", Given(held_out, "dataset_test_split"))
-    elif given.value("validation"):
-        given.drop("dataset_test_split", "the share of the training data that is held out decides")
-    given.take("dataset_test_split")
+        state.given.setdefault("eval_sources", Given(held_out, "dataset_test_split"))
+    elif state.value("validation"):
+        state.drop("dataset_test_split", "the share of the training data that is held out decides")
+    state.take("dataset_test_split")

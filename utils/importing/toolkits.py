@@ -28,7 +28,7 @@ EMPTY = "empty there"
 OFF = "off or 0 there: no effect"
 BY_DEFAULT = "as it is here without a line"
 # Settings that are always on in Stoker. If a config turns one off, the training differs.
-_ON_HERE = (
+_ALWAYS_ON = (
     "shuffle_dataset", "remove_unused_columns", "average_tokens_across_devices",
     "completion_only_loss",
 )  # fmt: skip
@@ -139,7 +139,7 @@ class Conversion:
         reason = reason or other_names().get(name, UNKNOWN)
         if value in (None, ""):
             self.note(key, EMPTY)
-        elif is_off(value) and name not in _ON_HERE:
+        elif is_off(value) and name not in _ALWAYS_ON:
             self.note(key, OFF)
         elif value in SAME.get(name, ()):
             self.note(key, BY_DEFAULT)
