@@ -40,20 +40,22 @@ OPTIONAL = {
     "torchao": "fp8",
     "lm_eval": "benchmarks of a finished model",
 }
-LIMIT_S = 180.0  # for all checks together; also a slow, busy machine needs less
+LIMIT_S = 180.0  # for all checks together; even a slow, busy machine needs less
 SAID_AFTER_S = 10.0
 LEAST_FREE_GIB = 20
 SHARED = "/dev/shm"  # noqa: S108 - only its size is read
-# A line of sinfo about nodes that run jobs. "*" behind a state marks nodes that do not answer.
+# A line of sinfo about nodes that can run jobs. "*" after a state marks nodes that do not answer.
 TAKES_JOBS = re.compile(
     r"\S+ up \S+ \S+ (idle|mix|mixed|alloc|comp|resv|plnd|boot|pow_up)[^\w* ]* "
 )
 
 
 class Finding(NamedTuple):
-    """A result of a check. what: the result as text. mend: what the user can type to mend a fault.
+    """A result of a check.
 
-    level: ok, option (absent and optional), warning, missing, or unknown (could not be checked).
+    level  ok, option (absent and optional), warning, missing, or unknown (could not be checked)
+    what   the result as text
+    mend   what the user can type to fix a fault
     """
 
     level: str
@@ -103,7 +105,7 @@ class RunningCheck:
 
     def _run(self, check: Check) -> None:
         try:
-            self.findings.extend(check())  # extend: the findings before an error stay
+            self.findings.extend(check())  # keeps the findings before an error
         except BaseException as error:
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             self.findings.append(Finding("unknown", f"{self.name} could not be checked ({text})"))
@@ -206,7 +208,7 @@ def _gpu(index: int) -> Finding:
 
 
 def check_kernels() -> Iterator[Finding]:
-    """Yield findings about the attention kernel that `auto` takes in bf16, and torch.compile."""
+    """Yield findings about torch.compile and the attention kernel that Stoker selects in bf16."""
     import torch
 
     from utils.kernels.varlen import AttentionNeeds, find_kernels
@@ -258,7 +260,7 @@ def check_slurm() -> Iterator[Finding]:
 
 
 def check_tokens() -> Iterator[Finding]:
-    """Yield a finding about .env: the names of its tokens, or that other users can read it."""
+    """Yield a finding about .env: its tokens' names, or that other users can read the file."""
     path = ROOT / ".env"
     try:
         taken = load_env_file(path)
@@ -297,8 +299,8 @@ def check_hub() -> Iterator[Finding]:
 def check_disk(directory: Path, name: str) -> Iterator[Finding]:
     """Yield a finding: whether a directory is writable, and the free space on its disk in GiB.
 
-    name: the setting that names the directory. For a missing directory, its nearest existing parent
-    is checked.
+    name: the setting that names the directory. If the directory is missing, check the nearest
+    existing parent.
     """
     there = next(each for each in (directory, *directory.absolute().parents) if each.exists())
     try:

@@ -1,9 +1,10 @@
 """A job's private directory on the node's own disk, with the caches of libraries.
 
-Shared storage is slow with the thousands of small files and locks in the caches of torch and
-Triton. So jobs share their compiled code as one tar file in the user's cache. Each node's launcher
-unpacks the tar file at the start, and the first node's launcher replaces it at the end. If two jobs
-end at the same time, the code that one of them added is lost and compiled again later.
+The caches of torch and Triton have thousands of small files and locks, which are slow on shared
+storage. So jobs share their compiled code as one tar file in the user's cache directory. Each
+node's launcher unpacks the tar file at the start. The first node's launcher replaces the tar file
+at the end. If two jobs end at the same time, the new code of one of them is lost, and a later job
+compiles it again.
 """
 
 import hashlib
@@ -34,9 +35,9 @@ _LONGEST_TMPDIR = 75
 def enter_node_directory() -> Path:
     """Make this job's private directory on this node's disk; return its path. Raises StorageError.
 
-    The directory (mode 0700) is under SLURM_TMPDIR, TMPDIR or /tmp. The environment variables for
-    caches of libraries are set to folders in the directory, unless the user set them. Directories
-    that killed launchers left on this node are deleted.
+    The directory (mode 0700) is under SLURM_TMPDIR, TMPDIR or /tmp. Sets the environment variables
+    of the libraries' caches to folders in the directory, unless the user set them. Deletes the
+    directories that killed launchers left on this node.
     """
     base = os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108
     # On network storage a node sees only its own locks, so it must not remove other nodes' folders.
@@ -65,7 +66,7 @@ def enter_node_directory() -> Path:
 def unpack_compiled(folder: Path) -> int:
     """Unpack the archive of compiled code into `folder`; return the number of files in `folder`.
 
-    If the archive cannot be read, only log a warning.
+    If the archive cannot be read, a warning is logged.
     """
     archive = archive_path()
     if archive.exists() and archive.stat().st_size <= LARGEST_BYTES:
@@ -86,8 +87,8 @@ def unpack_compiled(folder: Path) -> int:
 def pack_compiled(folder: Path, known: int) -> None:
     """Replace the archive of compiled code with an archive of the files in `folder`.
 
-    known: the result of `unpack_compiled`. If `folder` still has this number of files, nothing was
-    compiled, and the archive is not replaced. If writing fails, only log a warning.
+    known: the number of files after `unpack_compiled`. If `folder` still has this number, nothing
+    was compiled, and the archive stays. If writing fails, a warning is logged.
     """
     if _count(folder) == known:
         return
@@ -109,9 +110,9 @@ def _count(folder: Path) -> int:
 def archive_path() -> Path:
     """Return the path of this user's archive of compiled code.
 
-    The name depends on Python, torch and the type of processor, because compiled C++ code fits one
-    type of processor. One archive serves all types of GPU, because the key of each cached file
-    names the type of GPU.
+    The file name depends on the versions of Python and torch and on the CPU model, because compiled
+    C++ code may fit one CPU model only. All GPU models share one archive, because the key of each
+    cached file names the GPU model.
     """
     facts = [sys.version, metadata.version("torch"), cpu_fact("model name")]
     name = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()

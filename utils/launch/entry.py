@@ -1,6 +1,6 @@
-"""The start of every script, where Ctrl-C ends the script without a traceback.
+"""The start of every script. Ctrl-C ends the script without a traceback, even during imports.
 
-The module is small, because Ctrl-C during its own import still shows a traceback.
+This module imports little, because Ctrl-C during its own import still shows a traceback.
 """
 
 import signal
@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 
 def start(main: Callable[[], int | None], usage: str | None = None, announced: bool = False) -> int:
-    """Run a script's `main` by utils.launch.script.run_script; return the process's exit code.
+    """Run a script's `main` and return the exit code of the process.
 
-    usage, announced: see `run_script`. Ctrl-C shows no traceback, even during the imports.
+    usage, announced: see utils.launch.script.run_script
     """
     end_silently()
     from utils.launch.script import run_script
@@ -19,6 +19,6 @@ def start(main: Callable[[], int | None], usage: str | None = None, announced: b
 
 
 def end_silently() -> None:
-    """Let Ctrl-C end this process without traceback; do nothing if the process ignores Ctrl-C."""
+    """Let Ctrl-C end this process without a traceback, unless the process ignores Ctrl-C."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,7 +1,8 @@
 """The ledger of bad nodes: a file to which all jobs append a line of JSON for each fault of a node.
 
-The file is STOKER_LEDGER, which a group can share, or .stoker/nodes.jsonl in the repository, which
-only Slurm jobs write. The job scripts run two commands:
+The environment variable STOKER_LEDGER names the file, and a group of users can share one. The
+default is .stoker/nodes.jsonl in the repository; only Slurm jobs write to the default file. The job
+scripts run two commands:
 
     python -m utils.launch.ledger note NOTES CODE DOWN VERDICT   after a failed srun: `note_faults`
     python -m utils.launch.ledger leave-out ASKED NODES          at a requeue: `plan_to_leave_out`
@@ -25,15 +26,17 @@ from utils.launch.verdict import CONSEQUENCE, GPUS, Note, likelihood, read_notes
 
 WEEK_S = 7 * 86400
 _ROOT = Path(__file__).parents[2]
-_UP = re.compile(r"(idle|mix|alloc|comp|plnd)[~#%@^+-]*")  # a final * means: no answer
+# sinfo's states of nodes that can run jobs. A state that ends in * marks a node without an answer.
+_UP = re.compile(r"(idle|mix|alloc|comp|plnd)[~#%@^+-]*")
 _HARDWARE = re.compile(
     r"uncorrectable (ECC|NVLink)|GPU is lost|fallen off the bus|over nvlink or a hardware error",
     re.IGNORECASE,
 )
-# NCCL errors with a cause on this node. "remote process exited" follows from another rank's end.
+# NCCL errors that this node caused. "remote process exited" follows from another rank's end.
 _LOCAL_NCCL = re.compile(r"NCCL error.*(unhandled (system|cuda) error|internal error)")
-# Ranks that a text of `hang_verdict` blames; nodes that failed a check of the launcher.
+# The ranks that caused a hang, by the text of `hang_verdict`.
 _HUNG = re.compile(r"(?m)^rank (\d+) on (\S+) (?:gave no sign of life|made no progress)")
+# The nodes that failed a check of the launcher.
 _REFUSED = re.compile(
     r"(?m)(?:^|\s)(\S+?):? (?:the job has \d+ GPUs on this node|there is no \S+ on PATH"
     r"|slurm/cluster\.env failed|.+ cannot start the launcher|does not see )"
@@ -58,10 +61,10 @@ def ledger_path() -> Path:
 
 
 def record(faults: Iterable[Fault]) -> str:
-    """Append faults of this job's nodes to the ledger; return an error as text, or "".
+    """Append faults of this job's nodes to the ledger; return "", or an error message.
 
-    The job's id and the time are added. Outside of Slurm nothing is written, unless STOKER_LEDGER
-    is set.
+    Adds the job's id and the time. Outside of Slurm nothing is written, unless STOKER_LEDGER is
+    set.
     """
     if not os.environ.keys() & {"SLURM_JOB_ID", "STOKER_LEDGER"}:
         return ""
@@ -98,18 +101,19 @@ def read_ledger() -> tuple[list[Fault], int]:
 
 
 def number(name: str, default: float) -> float:
-    """Return the value of an environment variable as a number; `default` if unset or no number."""
+    """Return an environment variable as a number; `default` if it is unset or not a number."""
     with suppress(KeyError, ValueError):
         return float(os.environ[name])
     return default
 
 
 def bad_nodes(faults: Iterable[Fault]) -> Counter[str]:
-    """Return {node that a requeued job must not use: number of its faults in the last week}.
+    """Return {node: faults in the last week} of the nodes that a requeued job must not use.
 
-    These nodes have at least STOKER_LEAVE_OUT_AFTER (2) faults. If the same rank of a job has the
-    same kind of fault on several nodes, the job is the cause (such as a deadlock in its code), and
-    these faults do not count.
+    A node is bad if it has at least STOKER_LEAVE_OUT_AFTER (default 2) faults. Some faults follow a
+    job from node to node: the same rank has the same kind of fault on several nodes. Then the job
+    is the cause, such as by a deadlock in its code, and these faults do not count. The kinds
+    `hardware` and `lost` always count.
     """
     least, now = number("STOKER_LEAVE_OUT_AFTER", 2), time.time()
     # A wrong clock may have written future times. One of the two nodes of a mismatch is healthy.
@@ -124,22 +128,22 @@ def bad_nodes(faults: Iterable[Fault]) -> Counter[str]:
 
 
 def _origin(fault: Fault) -> tuple[str, str, str]:
-    """Return a fault's job, its kind and two first words of its cause: `rank 3` for a hang."""
+    """Return the fault's job, kind and first two words of the cause, such as "rank 3" of a hang."""
     return fault.job, fault.kind, " ".join(fault.cause.split()[:2])
 
 
 def note_faults(
     hosts: Sequence[str], notes_dir: str, code: str, down: str, verdict: str
 ) -> list[str]:
-    """Find the faults that ended a Slurm step on `hosts`, and write them into the ledger.
+    """Find the faults that ended a Slurm step, and write them into the ledger.
 
-    Return lines for the job's log; [] without faults. notes_dir: directory of the ranks' note
-    files. code: exit code of the step. down: the nodes that Slurm lost, as text. verdict: why the
-    step ended.
+    Return lines for the job's log; [] without faults. hosts: the step's nodes. notes_dir: directory
+    of the ranks' note files. code: exit code of the step. down: node list (such as n[1-2]) of the
+    nodes that Slurm lost. verdict: why the step ended.
     """
     notes: list[Note] = []
     gpus: list[str] = []
-    with suppress(OSError, ValueError, TypeError):  # judge without a damaged note
+    with suppress(OSError, ValueError, TypeError):  # a damaged file: use what was read
         notes = read_notes(Path(notes_dir))
         gpus = json.loads((Path(notes_dir) / GPUS).read_text(encoding="utf-8"))
     found = [Fault(host, "lost", f"down: {verdict}") for host in expand_hosts(down)]
@@ -153,9 +157,10 @@ def note_faults(
 def find_faults(
     verdict: str, notes: Sequence[Note], hosts: Sequence[str], gpus: Mapping[int, str]
 ) -> Iterator[Fault]:
-    """Yield the faults of nodes that, by the verdict and notes, ended a Slurm step on `hosts`.
+    """Yield the faults of nodes that ended a Slurm step.
 
-    verdict: why the step ended. notes: how each rank ended. gpus: {rank: UUID of its GPU}.
+    verdict: why the step ended. notes: how each rank ended. hosts: the step's nodes. gpus: {rank:
+    UUID of the rank's GPU}.
     """
     failed = [note for note in notes if note.kind == "failed"]
     for note in failed:
@@ -177,16 +182,16 @@ def find_faults(
 
 
 def plan_to_leave_out(own: Sequence[str], asked: str, nodes: str) -> list[str]:
-    """Add bad nodes to those that a requeued job excludes; return [ExcNodeList, text for the log].
+    """Add bad nodes to the excluded nodes of a requeued job; return [ExcNodeList, log text].
 
-    ExcNodeList (nodes as text for scontrol) is "" if no node is added; the text may be "".
+    ExcNodeList is a node list for scontrol, or "" if no node is added. The text may also be "".
 
     own    the nodes that the job had
-    asked  the nodes that the job excludes and requires, and its reservation (squeue's %x|%n|%v)
+    asked  the job's excluded nodes, required nodes and reservation (squeue's %x|%n|%v)
     nodes  the nodes of the job's partition (sinfo's %N|%t|%c|%m|%G|%f)
 
-    The job must be able to start again. So at least as many nodes remain as the job had. These
-    nodes are up and have the cores, memory, GPUs and features of a node in `own`.
+    The job must be able to start again. So at least as many fitting nodes remain as the job had. A
+    node fits if it is up and has the cores, memory, GPUs and features of a node in `own`.
     """
     excluded, required, reservation = asked.replace("(null)", "").split("|")
     rows = {}
@@ -212,7 +217,7 @@ def plan_to_leave_out(own: Sequence[str], asked: str, nodes: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command `note` or `leave-out` of a job script and print the lines that it returns."""
+    """Run the command `note` or `leave-out` (see above) and print the resulting lines."""
     command, *words = sys.argv[1:] if argv is None else argv
     hosts = expand_hosts(os.environ.get("SLURM_JOB_NODELIST", ""))
     lines = note_faults(hosts, *words) if command == "note" else plan_to_leave_out(hosts, *words)

@@ -1,4 +1,4 @@
-"""The launcher of a node: runs a script's processes by `accelerate launch`, reports their end.
+"""The launcher of a node. It runs a script's ranks by `accelerate launch` and reports their end.
 
 slurm/launch_node.sh runs this module once per node: python -m utils.launch.node SCRIPT ARGUMENTS
 """
@@ -78,12 +78,12 @@ SHUTDOWN_TIMEOUT_S = 5
 
 
 class StopSignals:
-    """The handler of SIGUSR1, SIGTERM and Ctrl-C: asks the workers to stop by a file STOP.
+    """The handler of SIGUSR1, SIGTERM and Ctrl-C. It writes STOP, a file that stops the workers.
 
     The file is in the node's directory. Before the workers start, each signal ends the launcher.
-    SIGTERM also ends the launcher if the reason of the job's end (verdict) is written, because srun
-    then ends all nodes. Ctrl-C also ends the launcher before the first training step. A second
-    Ctrl-C always ends the launcher.
+    SIGTERM also ends the launcher after the job's verdict (why it ended) was written, because srun
+    is then ending all nodes. Ctrl-C also ends the launcher before and after training, and a second
+    Ctrl-C always does.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class StopSignals:
         by_user = number == signal.SIGINT
         if by_user and not signal_state.is_new_press(time.monotonic()):
             return
-        # In a job the signal INT comes from scancel, and requeueing would start the job again.
+        # In a job SIGINT comes from scancel. After a stop, the job script would requeue the job.
         if by_user and (self.asked or self.stage is not Stage.TRAINING or not ALONE):
             self._interrupt()
         name = CTRL_C if by_user else signal.Signals(number).name
@@ -120,13 +120,12 @@ class StopSignals:
 
     @property
     def stage(self) -> Stage:
-        """The stage of the run (before, in or after training), which the workers write."""
+        """The stage of the run, read from the file that the workers write."""
         return stage_of_node(self.directory) if self.directory else Stage.STARTING
 
     def _interrupt(self) -> NoReturn:
-        """End the workers, which record an interruption by the user; raise KeyboardInterrupt."""
         if self.directory is not None and self.started:
-            (self.directory / INTERRUPTED).touch()
+            (self.directory / INTERRUPTED).touch()  # tells the workers that the user ended the run
             kill_workers(wait_s=SHUTDOWN_TIMEOUT_S)
         raise KeyboardInterrupt
 
@@ -155,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(directory: Path, verdict: Verdict) -> None:
-    """Write a failed run's report and send its message. In a job, the job script does both."""
+    """Report a failed run and send a message about any end. In a job, the job script does both."""
     for note in directory.rglob(RUN_STARTED):  # only rank 0 writes this file
         output_dir = Path(note.read_text(encoding="utf-8").strip())
         if verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED, EXIT_CODE):
@@ -164,7 +163,7 @@ def report(directory: Path, verdict: Verdict) -> None:
 
 
 def run(command: list[str], signals: StopSignals) -> Verdict:
-    """Run the script `command` on this node; return why the job ended, or why it did not start."""
+    """Run `command` (SCRIPT ARGUMENTS) on this node; return why it ended or could not start."""
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until clean_up knows the directory
         directory = signals.directory = enter_node_directory()
@@ -190,12 +189,12 @@ def run(command: list[str], signals: StopSignals) -> Verdict:
 
 
 def leave_or_print(verdict: Verdict) -> Verdict:
-    """Write the verdict for the job script, or print it if no job script reads it.
+    """Write the verdict of an unfinished job to a file; print it if no job script reads the file.
 
     Return the first verdict of the job, which another node's launcher may have written.
     """
     if verdict.exit_code == ExitCode.DONE:
-        return read_verdict() or verdict  # of a stop at max_gpu_hours
+        return read_verdict() or verdict  # a stop at max_gpu_hours has written a verdict
     left = leave_verdict(verdict.text, verdict.exit_code)
     earlier = None if left else read_verdict()
     if ALONE or not (left or earlier):
@@ -206,7 +205,8 @@ def leave_or_print(verdict: Verdict) -> Verdict:
 def prepare(command: list[str]) -> argparse.Namespace:
     """Choose the accelerate config, check all nodes, and return `accelerate launch`'s arguments.
 
-    command: SCRIPT ARGUMENTS. Also sets variables for the workers. Raises ConfigurationError.
+    command: SCRIPT ARGUMENTS. Also sets environment variables for the workers. Raises
+    ConfigurationError.
     """
     if not command or not Path(command[0]).is_file():
         raise ConfigurationError(
@@ -270,7 +270,7 @@ def check_config(config: StrategyConfig, allocation: Allocation) -> None:
 
 
 def given_strategy(arguments: Sequence[str]) -> Given:
-    """Return the strategy that a script's arguments set (--strategy, or in a recipe), else AUTO.
+    """Return the strategy that a script's arguments or recipes set, or AUTO if none is set.
 
     Wrong arguments are ignored here, because the script reports them.
     """
@@ -281,7 +281,7 @@ def given_strategy(arguments: Sequence[str]) -> Given:
 
 
 def process_environment(allocation: Allocation) -> dict[str, str]:
-    """Return {variable: value}: the launcher's pid, OMP threads, and CPU mode without GPUs."""
+    """Return the workers' environment variables: the launcher's pid, OMP threads and CPU mode."""
     added = {LAUNCHER: str(os.getpid())}
     if not os.environ.get("OMP_NUM_THREADS"):
         # Share the cores that Slurm gave, or all cores, equally.
@@ -307,7 +307,7 @@ def ignored_settings(config: StrategyConfig) -> list[str]:
 def launch_arguments(
     config: StrategyConfig, allocation: Allocation, command: Sequence[str]
 ) -> argparse.Namespace:
-    """Return arguments of `accelerate launch` that run `command` (SCRIPT ARGUMENTS) on a node."""
+    """Return `accelerate launch`'s arguments that run `command` (SCRIPT ARGUMENTS) on this node."""
     from accelerate.commands.launch import launch_command_parser
 
     options = [
@@ -343,7 +343,7 @@ def launch_arguments(
 
 
 def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdict:
-    """Run the processes of this node, wait for their end and return why the job ended."""
+    """Run this node's processes, wait for their end and return why the job ended."""
     from accelerate.commands.launch import launch_command
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -382,7 +382,7 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
 
 
 def kill_workers(*, wait_s: float = 0) -> None:
-    """Kill this process's descendants. If `wait_s` > 0, SIGTERM the ranks first and wait."""
+    """Kill this process's descendants. If `wait_s` > 0, first send SIGTERM to ranks and wait."""
     with contextlib.suppress(ModuleNotFoundError):  # without psutil no process was started
         import psutil
 

@@ -1,10 +1,10 @@
-"""Messages about the end of a run to STOKER_ON_EVENT: the URL of a webhook, or a command.
+"""Messages about the end of a run, sent to the webhook URL or the command in STOKER_ON_EVENT.
 
     STOKER_ON_EVENT=https://... python -m utils.launch.notify EVENT RUN JOB TEXT
 
 In a job, slurm/job_setup.sh calls the command, or runs this module for a webhook. Without a job
 script, `tell` does the same. The webhook gets one JSON object by POST. Slack and Mattermost show
-the key `text`, Discord shows `content`. Secrets are masked. The URL often contains a token, so
+the value of `text`, Discord shows `content`. Secrets are masked. The URL often contains a token, so
 Stoker does not print the URL.
 """
 
@@ -27,7 +27,7 @@ TIMEOUT_S = 8.0  # the job script waits for 10
 def tell(run: Path, code: int, text: str) -> None:
     """Send a message about the end of a run to STOKER_ON_EVENT, if set. Raises nothing.
 
-    code: the exit code of the run. text: the reason of the end; only its first line is sent.
+    code: the exit code of the run. text: why the run ended; only the first line is sent.
     """
     target = os.environ.get("STOKER_ON_EVENT")
     if not target:

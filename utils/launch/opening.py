@@ -1,4 +1,4 @@
-"""The output of a script before it imports torch: versions of the packages, and the first line."""
+"""The output of a script before it imports torch: the first line, or versions of the packages."""
 
 import contextlib
 import importlib.metadata
@@ -22,7 +22,7 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def early_settings(words: Sequence[str]) -> dict[str, Given]:
-    """Return {name: setting} from the words of a command line and from the recipes that it names.
+    """Return {name: setting} from a script's arguments `words` and from the recipes named by them.
 
     Wrong settings are ignored here, because the script reports them later.
     """
@@ -51,7 +51,7 @@ def first_line(script: str, words: Sequence[str]) -> str:
 
 
 def version_text() -> str:
-    """Return the versions of Stoker, Python and the packages as a text with one line each."""
+    """Return the versions of Stoker, Python and the packages, one per line."""
     project = (_REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     found = re.search(r'^version = "(.+)"', project, re.MULTILINE)
     state = git_state()
@@ -66,7 +66,7 @@ def version_text() -> str:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Return {package: version} of the packages that affect a run; None for a missing package."""
+    """Return {package: version} of the packages that affect a run; None means not installed."""
     versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -75,7 +75,10 @@ def package_versions() -> dict[str, str | None]:
 
 
 def git_state(folder: Path = _REPOSITORY) -> dict[str, Any] | None:
-    """Return {"commit": hash, "dirty": whether files differ from this commit}; None if unknown."""
+    """Return {"commit": hash, "dirty": whether files differ from the commit}.
+
+    Return None if `folder` is not a git repository or git fails.
+    """
     if not (folder / ".git").exists():
         return None
     # Without optional locks, git commands of other processes cannot fail because of this one.

@@ -37,11 +37,11 @@ PEER_ENDED = re.compile("(closed|reset) by (peer|remote)|remote process exited",
 class LaunchFacts:
     """The rank of this process, the number of ranks, the strategy, all hosts and the device type.
 
-    strategy  requested by `accelerate launch`: single, ddp, fsdp1, fsdp2, zero1, zero2, zero3, or
-              zero_file for a DeepSpeed config file; a checkpoint's files depend on the strategy
+    strategy  the strategy that `accelerate launch` requested: single, ddp, fsdp1, fsdp2, zero1,
+              zero2, zero3, or zero_file (a DeepSpeed config file)
     hosts     the host name of each rank
     device    the type of this process's device: "cuda" or "cpu"
-    replicas  copies of the sharded states; above 1 only for HSDP, which is fsdp2 with copies
+    replicas  number of copies of the sharded states; only HSDP (fsdp2 with copies) has several
     gpus      the UUID of each rank's GPU, as nvidia-smi shows it; "" for a rank on a CPU
     """
 
@@ -67,9 +67,9 @@ class LaunchFacts:
 def check_launch() -> LaunchFacts:
     """Check that all processes are connected; return the facts of this launch.
 
-    Call this after TrainingArguments is made, because TrainingArguments(use_cpu=...) decides the
-    device of accelerate's `PartialState`. Collective. Raises ConfigurationError for a wrong
-    command, UnfitClusterError for a fault of the cluster.
+    All ranks must call this, after they created TrainingArguments: its argument `use_cpu` sets the
+    device of accelerate's `PartialState`. Raises ConfigurationError for a wrong command, and
+    UnfitClusterError for a fault of the cluster.
     """
     from accelerate import PartialState
 
@@ -87,8 +87,8 @@ def check_launch() -> LaunchFacts:
 def check_connected(processes: int, visible_gpus: int) -> None:
     """Raise ConfigurationError unless accelerate connected all processes that were started.
 
-    processes: the number that accelerate connected. visible_gpus: the number of GPUs that torch
-    sees; 0 on a CPU. Several GPUs for a single process are also an error.
+    Several visible GPUs for a single process are also an error. processes: the number of processes
+    that accelerate connected. visible_gpus: the number of GPUs that torch sees; 0 on a CPU.
     """
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
@@ -116,11 +116,11 @@ def check_connected(processes: int, visible_gpus: int) -> None:
 
 
 def all_hosts(rank: int, device: torch.device) -> tuple[str, ...]:
-    """Return the host name of each rank, by a collective. It is the first, so it tests the network.
+    """Gather the host name of each rank. This is the first collective, and tests the network.
 
-    rank, device: of this process. Raises UnfitClusterError if the collective fails or takes too
-    long, and torch's error if another rank ended meanwhile. A blocked collective stays in a daemon
-    thread, so the process must end by os._exit, as in `run_script`.
+    All ranks must call this. rank, device: those of this process. Raises UnfitClusterError if the
+    collective fails or takes too long, and torch's error if another rank ended. A blocked
+    collective stays in a daemon thread, so the process must end by os._exit, as in `run_script`.
     """
     answer: Future[tuple[str, ...]] = Future()
 
@@ -140,7 +140,7 @@ def all_hosts(rank: int, device: torch.device) -> tuple[str, ...]:
             f"did not end within {FIRST_COLLECTIVE_LIMIT_S:g} s. If a node says nothing of this, "
             "its ranks did not come: see what they printed."
         )
-    except RuntimeError as error:  # torch's DistError is one
+    except RuntimeError as error:  # includes torch's DistError
         if PEER_ENDED.search(str(error)):
             raise
         end = f"failed ({(str(error).strip() or type(error).__name__).splitlines()[0]})."
@@ -165,7 +165,7 @@ def requested_strategy(environment: Mapping[str, str], processes: int) -> str:
 def exchange_in_bf16(model: Any) -> None:
     """Let a DDP model's ranks exchange gradients in bfloat16. Call before the first backward."""
 
-    # torch refuses its own hook by name without NCCL, although gloo sums in bfloat16 as well.
+    # torch refuses the name bf16_compress_hook without NCCL, although gloo can sum in bfloat16.
     def exchange(
         group: Any, bucket: torch.distributed.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
@@ -175,12 +175,12 @@ def exchange_in_bf16(model: Any) -> None:
 
 
 def requested_replicas(environment: Mapping[str, str]) -> int:
-    """Return how many copies of the sharded states accelerate's environment variables request."""
+    """Return the number of copies of the sharded states that accelerate's variables request."""
     return int(group_sizes(environment).get(REPLICAS, "1"))
 
 
 def report_groups(launch: LaunchFacts, per_node: int) -> None:
-    """Log HSDP's numbers of copies and shards; warn if one copy needs the GPUs of several nodes.
+    """Log HSDP's number of copies and of shards; warn if a copy needs the GPUs of several nodes.
 
     per_node: the number of GPUs on a node
     """
@@ -204,8 +204,8 @@ def has_replicas(accelerator: Any) -> bool:
 def tune_strategy(accelerator: Any) -> None:
     """Configure accelerate for less memory and float32 sums. Call before `accelerator.prepare`.
 
-    DDP does not copy gradients. FSDP2 sums gradients over ranks in float32, and after every
-    micro-batch, so a rank does not keep the gradients of all weights.
+    DDP then keeps no second copy of the gradients. FSDP2 then sums gradients over ranks in float32
+    after every micro-batch, so that no rank keeps the full gradients of all weights.
     """
     if accelerator.ddp_handler is not None:
         accelerator.ddp_handler.gradient_as_bucket_view = True  # saves two copies per step
@@ -216,15 +216,15 @@ def tune_strategy(accelerator: Any) -> None:
             plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
         )
     if accelerator.is_fsdp2:
-        # Else each rank would keep gradients of all weights until the last micro-batch of a step.
+        # By default each rank keeps the full gradients until the last micro-batch of a step.
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
 
 
 def check_running_strategy(facts: LaunchFacts) -> None:
     """Raise ConfigurationError unless accelerate runs the requested strategy.
 
-    For example, accelerate silently replaces FSDP by DDP on a CPU. Call this after the Trainer is
-    made.
+    For example, accelerate silently replaces FSDP by DDP on a CPU. Call this after the Trainer was
+    created.
     """
     from accelerate.state import AcceleratorState
 

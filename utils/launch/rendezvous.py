@@ -1,8 +1,7 @@
 """The first check of a launch: all nodes start, reach the first node, and have the same software.
 
 Each node's launcher sends `node_facts` to the first node, as one line of JSON. The first node
-listens at the port after rank 0's port. It compares the facts and answers every node with the
-problems of all nodes.
+listens at rank 0's port + 1, compares the facts and sends the problems of all nodes to every node.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens at `port`. Raises UsedPortError if the port is in use.
 
-    host: the name of this host for the error message
+    host: this host's name in the error message
     """
     try:
         return socket.create_server(("", port))
@@ -83,7 +82,7 @@ def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> None:
 
 
 def node_problems(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return messages that say why nodes cannot run one job; [] if they can.
+    """Return messages that say why the nodes cannot run one job; [] if they can.
 
     everyone: `node_facts` of each node, beginning with the first node
     """
@@ -156,10 +155,11 @@ def _report(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) 
             with (
                 socket.create_connection(where, timeout=_CONNECTION_TIMEOUT_S) as connection,
                 connection.makefile("rw") as stream,
-            ):  # the first node answers after all nodes have sent their facts
+            ):
                 message = [allocation.node, time.time(), facts]
                 print(json.dumps(message), file=stream, flush=True)
-                connection.settimeout(timeout_s + _CONNECTION_TIMEOUT_S)  # until all nodes came
+                # The first node answers after all nodes have sent their facts.
+                connection.settimeout(timeout_s + _CONNECTION_TIMEOUT_S)
                 return list(json.loads(stream.readline()))
         except (OSError, ValueError) as error:
             if time.monotonic() >= deadline:

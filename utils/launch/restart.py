@@ -47,10 +47,10 @@ def recovery_s() -> float | None:
 class Restarts:
     """The launcher's restarts of the ranks of this node.
 
-    directory    the node's private directory, with the note files of the ranks
-    by_launcher  True if the launcher restarts ranks: all ranks are here, and there is no job script
-    number       restarts so far
-    began_at     the checkpoint step at which the ranks before the last restart began
+    directory    the node's private directory
+    by_launcher  whether the launcher restarts ranks: there is one node, and no job script
+    number       number of restarts so far
+    began_at     the checkpoint step from which the ranks had started before the last restart
     """
 
     directory: Path
@@ -62,7 +62,7 @@ class Restarts:
         """Run the ranks, and run them again if one is lost; return why the last ranks ended.
 
         run_ranks: runs all ranks once and returns why they ended. is_stopping: returns True after a
-        request to stop, and then nothing is restarted.
+        request to stop. Then the ranks are not restarted.
         """
         verdict = run_ranks()
         while not is_stopping() and self._prepare(verdict):

@@ -55,17 +55,17 @@ _NOISY = (
     "huggingface_hub",
 )
 
-# Log lines of libraries to hide, because a user can do nothing: logger, words of the message.
+# (logger, words of the message) of log lines to hide, because users cannot act on these lines.
 _NEEDLESS = (
     # PEFT imports bitsandbytes, which then asks for a package that training never uses.
     ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit"),
-    # transformers imports torchao, whose C++ parts are for other versions of torch. fp8 needs none.
+    # transformers imports torchao. Its C++ parts need another torch, and fp8 does not use them.
     ("torchao", "Failed to load"),
     ("torch.utils._pytree", "is an Enum subclass"),
     ("DeepSpeed", "to CPU."),  # on every machine without a GPU
     ("py.warnings", "`is_gradient_checkpointing` is deprecated"),  # by PEFT at every start
     ("py.warnings", "torch.distributed is disabled, unavailable or unin"),  # EMA, one process
-    # At a resume. Stoker's comparison with the recorded settings reports such changes.
+    # At a resume, Stoker itself compares the settings with the recorded ones.
     ("transformers.trainer_utils", "do not match the ones in the `trainer_state.json`"),
 )
 _SWITCHES = {
@@ -76,7 +76,7 @@ _SWITCHES = {
     # By default oneDNN and torch each cache the code of a thousand shapes, 0.5 MB per shape.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
     "LRU_CACHE_CAPACITY": "1",
-    # After this time torch would end a process with a blocked NCCL thread. HangWatch ends it
+    # After this time torch ends a process with a blocked NCCL thread. HangWatch ends the process
     # earlier and logs the reason.
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "7200",
     # A log file keeps every redraw of a progress bar.
@@ -101,9 +101,8 @@ class LineFormatter(logging.Formatter):
 def configure_logging(*, debug: bool = False) -> None:
     """Log to stdout with secrets masked: INFO and higher on rank 0, warnings on other ranks.
 
-    Libraries log warnings on rank 0. On other ranks, where warnings would repeat, they log only
-    errors. debug: also show Stoker's own lines of level DEBUG. A second call adds no second
-    handler.
+    Libraries log warnings on rank 0, and only errors on other ranks, where warnings would repeat.
+    debug: also show Stoker's own lines of level DEBUG. A second call adds no second handler.
     """
     rank = global_rank()
     install_redaction()
@@ -138,9 +137,8 @@ def configure_environment() -> None:
     gc.set_threshold(10_000)
     atexit.register(gc.freeze)
     if sys.version_info < (3, 11, 10):
-        # A thread of torch may hold Python's lock of threads during a fork, and then the data
-        # worker hangs (github.com/python/cpython/issues/112275). _current_frames waits until the
-        # lock is free.
+        # If a thread of torch holds Python's lock of threads during a fork, the data worker hangs
+        # (github.com/python/cpython/issues/112275). _current_frames waits until the lock is free.
         os.register_at_fork(before=sys._current_frames)
     _stay_offline_in_jobs()
     for name, words in _NEEDLESS:
@@ -148,8 +146,8 @@ def configure_environment() -> None:
     for name, value in _SWITCHES.items():
         os.environ.setdefault(name, value)
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the collectives of hang.txt
-    # torch's default is in /tmp, which a job loses.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # hang.txt lists these collectives
+    # torch's default is in /tmp, which is lost at the end of a job.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
 
 
@@ -158,7 +156,7 @@ def _lacks(words: str, record: logging.LogRecord) -> bool:
 
 
 def configure_hub() -> None:
-    """Set the environment variables of the Hub's libraries alone, for scripts that download.
+    """Set only the environment variables of the Hub's libraries, for scripts that download.
 
     Progress bars are shown only on a terminal. HTTP requests are not logged.
     """
@@ -182,18 +180,18 @@ def run_script(
 ) -> int:
     """Run a script's `main`, show its errors and return the exit code of the process.
 
-    usage: text that is shown if the script has no arguments; the exit code is then
-    ExitCode.REFUSED. announced: rank 0 first writes a line on what the script does, because imports
-    take some seconds. The argument `--version` prints versions.
+    usage: text to show if the script has no arguments. The exit code is then ExitCode.REFUSED.
+    announced: whether rank 0 writes a line before `main`, whose imports take some seconds. The
+    argument `--version` prints versions.
 
     A ConfigurationError, a full disk and a missing package are shown without traceback. Rank 0
     shows all problems, and the first rank of each other node shows one line. Any other exception is
-    shown with traceback, host and rank, and gives exit code 1. After each of these errors,
-    `leave_note` writes a file for the launcher. Ctrl-C is shown in one line. SystemExit passes
-    through, except Answer (the SystemExit of `--print_config`), whose text is printed.
+    shown with traceback, host and rank. The exit code is then 1. After each of these errors,
+    `leave_note` writes a file for the launcher. Ctrl-C is shown in one line. The text of an Answer
+    (raised by `--print_config`) is printed. Any other SystemExit passes through.
 
-    Under slurm/launch_node.sh, which reads the files of `leave_note`, ExitCode.STOPPED (stopped
-    with a checkpoint) becomes 0, because torchrun would kill the other ranks at any other code.
+    ExitCode.STOPPED means "stopped with a checkpoint". Under slurm/launch_node.sh it becomes 0,
+    because torchrun kills the other ranks at any other code. The launcher reads the files instead.
     """
     end_with_launcher()
     raise_at_ctrl_c()
@@ -201,7 +199,7 @@ def run_script(
     last: list[Callable[[], None]] = []  # reports and messages; only without a launcher
 
     def leave_at_once() -> None:
-        """Write reports, send messages, and with several ranks end the process by os._exit.
+        """Write reports and send messages. If there are several ranks, then call os._exit.
 
         os._exit skips Python's teardown, in which process groups may wait for other ranks and a
         library's thread may abort the process. This atexit handler is registered before all others,
@@ -226,7 +224,7 @@ def run_script(
         last += [partial(tell, run, ending, words) for run in runs_begun]
         runs_begun.clear()
     if ending:
-        # Other exit handlers, or threads that Python joins before, may hang.
+        # Other exit handlers may hang, and threads that Python joins before it calls them.
         limit = threading.Timer(TEARDOWN_LIMIT_S, leave_at_once)
         limit.daemon = True
         limit.start()
@@ -255,7 +253,7 @@ def _run(main: Callable[[], int | None], usage: str | None, announced: bool) -> 
         if global_rank() == 0:
             sys.stdout.write(redact(answer.text))
         return 0
-    except ConfigurationError as error:  # each rank out of memory has its out-of-memory-rankN.txt
+    except ConfigurationError as error:  # each rank without memory writes out-of-memory-rankN.txt
         return _refuse(error, of_this_rank=isinstance(error, OutOfMemoryError))
     except KeyboardInterrupt:
         return _interrupted()
@@ -337,8 +335,8 @@ def _fail(error: Exception) -> int:
 def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
     """Show an error without traceback, write a note for the launcher, return the exit code.
 
-    of_this_rank: True if only this rank raised the error, which this rank then shows. If all ranks
-    raised the error, rank 0 shows all problems and one rank of each other node shows one line.
+    of_this_rank: True means that only this rank raised the error and shows it. False means that all
+    ranks raised it: rank 0 shows all problems, and one rank of each other node shows one line.
     """
     for level, text in error.report:
         logger.log(level, "%s", text)
@@ -364,10 +362,10 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
 def _show(lines: list[str], again: list[str]) -> None:
     """Write `lines` to stderr now, and `again` to stderr below the launcher's traceback.
 
-    Under slurm/launch_node.sh `again` is not written. Under torchrun it is written to
-    TORCHELASTIC_ERROR_FILE, which torchrun prints last. After Ctrl-C torchrun does not print this
-    file, and `accelerate launch` of one process never does. In these cases a shell is started. It
-    waits for the launcher's end, at most 5 s, and prints `again`.
+    slurm/launch_node.sh needs no `again`. torchrun prints the file TORCHELASTIC_ERROR_FILE last, so
+    `again` is written to this file. But torchrun does not print the file after Ctrl-C, and
+    `accelerate launch` of one process never prints it. Then a shell waits for the launcher's end,
+    at most 5 s, and prints `again`.
     """
     write_error("".join(f"{line}\n" for line in lines))
     if NODE_DIR in os.environ:  # slurm/launch_node.sh prints the cause last

@@ -1,8 +1,8 @@
-"""Signals as requests to stop: the training loop then saves a checkpoint and ends.
+"""Signals as requests to stop. After a request, the training loop saves a checkpoint and ends.
 
-SIGTERM, SIGUSR1 and the first Ctrl-C (SIGINT) are such requests. Before and after training there is
-nothing to save, so the first Ctrl-C ends the process at once. A second Ctrl-C always ends the
-process at once.
+SIGTERM, SIGUSR1 and the first Ctrl-C (SIGINT) are requests. Before and after training nothing can
+be saved, so the first Ctrl-C ends the process at once. A second Ctrl-C always ends the process at
+once.
 
 slurm/launch_node.sh gives a node a private directory (STOKER_NODE_DIR). Then the node's launcher
 gets the signals and writes the file STOP into the directory. Every process continues until its
@@ -29,7 +29,7 @@ from utils.host.run_lock import BY_USER, held_runs, leave_run_lock, note_error
 NODE_DIR = "STOKER_NODE_DIR"
 STOP, INTERRUPTED, STAGE = "STOP", "INTERRUPTED", "STAGE"  # files in NODE_DIR
 CTRL_C = "Ctrl-C"
-EXIT_CODE = 128 + signal.SIGINT  # of a process that Ctrl-C ended
+EXIT_CODE = 128 + signal.SIGINT  # exit code of a process that Ctrl-C ended
 SAVING = f"{CTRL_C}: saving a checkpoint after this step; press Ctrl-C again to quit without"
 LAUNCHER = "STOKER_LAUNCHER"  # the process id of utils/launch/node.py
 # Programs and modules in the command lines of launchers other than launch_node.sh.
@@ -46,7 +46,7 @@ KILLED_BY_SIGTERM = 128 + signal.SIGTERM
 class Stage(Enum):
     """The stage of a run: before, in or after training.
 
-    The value is the part of a message that says when an interruption came, and what it means.
+    The value is a text for messages about an interruption in this stage.
     """
 
     STARTING = "before the first step of this start; earlier checkpoints stay as they are"
@@ -56,11 +56,11 @@ class Stage(Enum):
 
 @dataclass
 class SignalState:
-    """The stage of this process's run, and the request to stop, if there is one.
+    """The stage of this process's run, and the request to stop.
 
-    requested   the name of the signal that requested the stop, such as "SIGTERM"
+    requested   the name of the signal that requested the stop, such as "SIGTERM", or None
     pressed_at  the time of the last SIGINT, by time.monotonic()
-    pipe        (reading end, writing end) of a pipe; Python writes the number of each signal
+    pipe        (reading end, writing end) of the pipe to which Python writes each signal's number
     """
 
     stage: Stage = Stage.STARTING
@@ -115,7 +115,7 @@ def install_stop_signals() -> None:
             target=_answer_signals, args=(signal_state.pipe[0], ready), name="signals", daemon=True
         ).start()
         ready.wait()
-        set_death_signal(0)  # the thread has its own
+        set_death_signal(0)  # the new thread has asked for the signal itself
     signal.set_wakeup_fd(signal_state.pipe[1], warn_on_full_buffer=False)
     numbers = [signal.SIGTERM, signal.SIGUSR1]
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
@@ -150,10 +150,10 @@ def stage_of_node(directory: Path) -> Stage:
 
 
 def end_with_launcher() -> None:
-    """Let the kernel kill this rank when its launcher dies; kill it now if the launcher is dead.
+    """Let the kernel kill this rank when its launcher dies.
 
-    Without a launcher nothing happens. A rank that outlives its launcher would continue and hold
-    the run lock, so the run could not resume.
+    If the launcher is dead already, kill this rank now. Without a launcher nothing happens. A rank
+    that outlives its launcher would continue and hold the run lock, so the run could not resume.
     """
     parent, launcher = os.getppid(), int(os.environ.get(LAUNCHER, "0"))
     if _started_by(parent):
@@ -162,7 +162,7 @@ def end_with_launcher() -> None:
     elif launcher:
         orphaned = not _command_line(launcher)  # the parent is a script of the user
     else:
-        # torchrun started this rank and has died, or is dying: it has no command line any more.
+        # If torchrun started this rank and has died or is dying, its command line is empty.
         dead = parent == 1 or os.getppid() != parent or not _command_line(parent)
         orphaned = "TORCHELASTIC_RUN_ID" in os.environ and dead
     if orphaned:
@@ -182,7 +182,6 @@ def is_launcher(process: int) -> bool:
 
 
 def _command_line(process: int) -> list[str]:
-    """Return the words of a process's command line; [] if the process has ended."""
     try:
         line = Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
@@ -206,7 +205,7 @@ def _node_request() -> str | None:
 
 
 def _answer_signals(pipe: int, ready: threading.Event) -> None:
-    end_with_launcher()  # the launcher may die before this thread asks for the kernel's signal
+    end_with_launcher()  # sets the kernel's signal for this thread; the launcher may be dead
     ready.set()
     while True:
         numbers = {*os.read(pipe, 64)}  # one byte per signal that has a handler
@@ -218,9 +217,9 @@ def _answer_signals(pipe: int, ready: threading.Event) -> None:
 
 
 def _answer(numbers: Collection[int], now: float) -> None:
-    """Act on signals if there is no slurm/launch_node.sh: request a stop, or end this process.
+    """Request a stop or end this process after signals, outside of slurm/launch_node.sh.
 
-    numbers: the signals. now: the time at which they came, by time.monotonic().
+    numbers: the signals. now: the time at which the signals came, by time.monotonic().
     """
     # At the second Ctrl-C torchrun sends SIGTERM.
     by_torchrun = signal_state.requested == CTRL_C and signal.SIGTERM in numbers
@@ -231,20 +230,17 @@ def _answer(numbers: Collection[int], now: float) -> None:
             _end_by_user()
         _announce_the_save()
         signal_state.requested = CTRL_C
-    elif asked := {signal.SIGTERM, signal.SIGUSR1}.intersection(numbers):  # not torch's SIGCHLD
+    elif asked := {signal.SIGTERM, signal.SIGUSR1}.intersection(numbers):  # ignore torch's SIGCHLD
         signal_state.requested = signal_state.requested or signal.Signals(min(asked)).name
 
 
 def _obey_the_launcher() -> None:
-    """Act on a SIGTERM under slurm/launch_node.sh: return if the launcher wrote the file STOP.
-
-    Otherwise end the process.
-    """
+    """Wait for a file of the launcher after SIGTERM. Return after STOP; else end this process."""
     interrupted = Path(os.environ[NODE_DIR]) / INTERRUPTED
     give_up_at = time.monotonic() + FILE_WITHIN_S
     while not interrupted.exists() and _node_request() is None:
         if time.monotonic() >= give_up_at:
-            # The launcher logs the reason. The main thread may be stuck for ever.
+            # Do not wait for the main thread, which may hang. The launcher logs the reason.
             os._exit(KILLED_BY_SIGTERM)
         time.sleep(0.1)
     if interrupted.exists():
@@ -252,7 +248,7 @@ def _obey_the_launcher() -> None:
 
 
 def _announce_the_save() -> None:
-    """Write to stderr on rank 0 that Ctrl-C saves a checkpoint, and how long the launcher waits."""
+    """Write on rank 0 that the run saves a checkpoint, and how long the launcher waits for this."""
     said = SAVING
     if "TORCHELASTIC_RUN_ID" in os.environ:
         said += " (torchrun waits 30 s for the save; slurm/launch_node.sh waits until it is done)"
@@ -269,7 +265,7 @@ def _end_by_user() -> None:
     note_error(BY_USER)
     for run in held_runs():
         leave_run_lock(run)
-    if global_rank() == 0 and not os.environ.get(NODE_DIR):  # else the launcher says it
+    if global_rank() == 0 and not os.environ.get(NODE_DIR):  # otherwise the launcher writes this
         write_error(f"\n{BY_USER}, {signal_state.stage.value}\n")
     os._exit(EXIT_CODE)
 

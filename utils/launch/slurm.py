@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 PROCESSES = "STOKER_PROCESSES_PER_NODE"
 MAIN_ADDRESS = "STOKER_MAIN_ADDRESS"
 
-# Ports below 32768, because Linux takes higher ones for outgoing connections. A job uses two
+# Ports below 32768, because Linux uses higher ports for outgoing connections. A job uses two
 # ports. The number of pairs is prime, so jobs with near ids get different ports.
 _FIRST_PORT = 20000
 _PORT_PAIRS = 6133
@@ -34,8 +34,8 @@ class Allocation:
     hosts          Slurm's names of all nodes
     node           index of this node in `hosts`
     processes      number of processes per node
-    gpus           number of GPUs per node, equal to `processes`; None if the job runs on CPUs
-    address, port  where rank 0 listens; port 0 on a single node: accelerate chooses a free port
+    gpus           number of GPUs per node, equal to `processes`; None means that the job uses CPUs
+    address, port  where rank 0 listens; on a single node the port is 0: accelerate chooses one
     """
 
     hosts: tuple[str, ...]
@@ -59,7 +59,7 @@ class Allocation:
 def read_allocation(
     environment: Mapping[str, str], devices: int, strategy: str = AUTO
 ) -> Allocation:
-    """Return the nodes and processes of the Slurm job; outside of Slurm one node, this host.
+    """Return the Slurm job's nodes and processes. Outside of Slurm, the only node is this host.
 
     devices: the number of GPUs that torch sees, used if Slurm counts no GPUs. strategy: the value
     of --strategy. Raises ConfigurationError for wrong settings, UnfitClusterError for missing GPUs.
@@ -114,7 +114,7 @@ def _nodes(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int]:
 
 
 def on_cpu(environment: Mapping[str, str], strategy: str = AUTO) -> bool:
-    """Return whether the user requests the CPU: by a variable or the accelerate config cpu.yaml."""
+    """Return whether an environment variable or the accelerate config cpu.yaml requests the CPU."""
     # With `use_cpu: true` in cpu.yaml, accelerate would start only one process.
     return (
         is_true("ACCELERATE_USE_CPU", environment)
@@ -141,7 +141,7 @@ def expand_hosts(node_list: str) -> tuple[str, ...]:
 
 
 def time_limit_s(text: str) -> int | None:
-    """Return a time limit of squeue, DAYS-HOURS:MINUTES:SECONDS, as seconds; None for UNLIMITED."""
+    """Return the seconds of a time limit such as 1-12:00:00 (1 day 12 h); None for UNLIMITED."""
     match = _TIME.fullmatch(text)
     if match is None:
         return None
@@ -150,7 +150,7 @@ def time_limit_s(text: str) -> int | None:
 
 
 def job_end_time() -> float | None:
-    """Return when this job's time limit ends, in unix seconds; None if unknown or without a job."""
+    """Return the unix time in seconds at which this job's time limit ends; None if unknown."""
     known, job = os.environ.get("SLURM_JOB_END_TIME", ""), os.environ.get("SLURM_JOB_ID")
     if known.isdecimal():  # Slurm 23 and later
         return float(known)
@@ -181,7 +181,7 @@ def job_times() -> dict[str, float]:
 
 def _squeue_times(job: str, fields: str) -> list[float]:
     if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
-        # The last task of an array has the array's id, for which squeue would show every task.
+        # The last task of an array has the array's id. For this id squeue would show every task.
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     done = subprocess.run(
         ["squeue", "--noheader", f"--jobs={job}", f"--format={fields}"],

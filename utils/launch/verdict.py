@@ -1,8 +1,8 @@
 """The reason why a job ended: a note file per rank, and one verdict (reason, exit code) per job.
 
-The files are in the directory STOKER_NOTES_DIR. slurm/training_job.sh makes one directory for all
-nodes of a job; otherwise slurm/launch_node.sh makes one per node. Without this variable no file is
-written.
+The environment variable STOKER_NOTES_DIR names the directory of the files. slurm/training_job.sh
+makes one directory for all nodes of a job. Without this script, slurm/launch_node.sh makes one per
+node. Without the variable no file is written.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ RUN_STARTED = "run_started"
 GPUS = "gpus.json"  # the UUID of the GPU of each rank
 SUBMITTED = "submitted-"
 _ROOT = Path(__file__).parents[2]
-# Texts of errors that follow from the end of another rank.
+# Words of errors that follow from the end of another rank.
 _LOST_PEER = re.compile(
     r"closed by (peer|remote)|reset by peer|broken pipe|remote process exited|remote error"
     r"|nccl|gloo|Dist(Backend|Network|Store)Error|failed to recv|recvValue|sendBytes"
@@ -40,16 +40,16 @@ _LOST_PEER = re.compile(
 _HARD = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 # The line of slurm/training_job.sh before it starts the ranks again in the same job.
 _RESTARTED = re.compile(r"(?m)  job \S+: (.*); restart \d+ of at most \d+ inside the job$")
-# The line that slurm/job_setup.sh writes into a job's log before it requeues the job, and the line
-# of slurmd if Slurm, with its reason, or somebody else ends the job. The line of a step without a
-# reason also comes after each failed rank (srun --kill-on-bad-exit).
+# The line that slurm/job_setup.sh writes into a job's log before it requeues the job.
 _REQUEUED = re.compile(r"  job (\S+): (.*); requeued, start (\d+) will resume$", re.MULTILINE)
+# The line that slurmd writes when a job is cancelled. If Slurm cancels the job, the line has a
+# reason. A STEP line without a reason also follows each failed rank (srun --kill-on-bad-exit).
 _CANCELLED = re.compile(
     r"\*\*\* (?:JOB|STEP) .+ CANCELLED AT \S+ DUE TO ([A-Z ]*[A-Z])|\*\*\* JOB .+ CANCELLED AT"
 )
-CONSEQUENCE = 4  # the value of likelihood for a rank that ended because another rank had ended
-# If a worker dies on another node, torchrun there ends the other workers within this time, and then
-# the launcher there writes the note with the cause.
+CONSEQUENCE = 4  # the result of `likelihood` for a rank that ended because another rank had ended
+# If a worker dies on another node, that node's torchrun ends the other workers within this time.
+# Then that node's launcher writes the note with the cause.
 WAIT_FOR_CAUSES_S = 8.0
 OUT_OF_MEMORY = (
     ": the kernel killed a process of this job because the host's memory ran out. Ask for more "
@@ -63,13 +63,14 @@ runs_begun: list[Path] = []  # output directories of the runs that this process 
 
 @dataclass(frozen=True)
 class Note:
-    """A rank's note: how and why the rank ended. `text` is one line; its content depends on `kind`.
+    """A rank's note: how and why the rank ended.
 
-    kind     "stopped" (with a checkpoint), "refused" (text: the first problem), "failed" (text: the
-             exception), "hung" (text: the place in the code) or "killed" (text: the signal)
-    time     when the note was written, in unix seconds
-    beats    for a hung rank: the number of Trainer events until then
-    waiting  for a hung rank: whether it waits for other ranks
+    kind     "stopped" (with a checkpoint), "refused", "failed", "hung" or "killed"
+    text     one line: the first problem of a refused rank, the exception of a failed rank, the
+             place in the code of a hung rank, or the signal that killed the rank
+    time     unix time in seconds at which the note was written
+    beats    number of Trainer events before a rank hung; None for other kinds
+    waiting  whether a hung rank waits for other ranks
     """
 
     kind: str
@@ -84,7 +85,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The reason why a job ended (text). exit_code: an ExitCode or the script's own exit code."""
+    """Why a job ended, as text. exit_code: an ExitCode, or the script's own exit code."""
 
     text: str
     exit_code: int
@@ -101,8 +102,8 @@ def leave_note(
 ) -> Note:
     """Write a note file on the end of a rank and return the note. A full disk raises nothing.
 
-    kind, exit_code, text: see Note. rank: None for this rank. details: other fields of Note. If the
-    rank already has a note file, this file is kept.
+    kind, exit_code, text: see Note. rank: None means this rank. details: other fields of Note. If
+    the rank already has a note file, this file is kept.
     """
     if rank is None:
         rank = global_rank()
@@ -114,7 +115,7 @@ def leave_note(
 def read_notes(directory: Path | None = None) -> list[Note]:
     """Return the ranks' notes in a directory, earliest first. Raises OSError.
 
-    directory: None for STOKER_NOTES_DIR. Return [] if this variable is not set.
+    directory: None means STOKER_NOTES_DIR, or no notes if this variable is not set.
     """
     directory = directory or notes_directory()
     files = directory.glob("rank-*.json") if directory else ()
@@ -123,7 +124,7 @@ def read_notes(directory: Path | None = None) -> list[Note]:
 
 
 def mark_run_started(output_dir: Path, gpus: Sequence[str] = ()) -> None:
-    """Tell slurm/training_job.sh that all checks passed, by files in STOKER_NOTES_DIR.
+    """Write the files that tell slurm/training_job.sh that all checks passed.
 
     gpus: the UUID of each rank's GPU
     """
@@ -167,7 +168,7 @@ def verdict_of(slurm: Mapping[str, Any]) -> str | None:
     """Return why one start of a job ended, from .stoker/job-ID.RESTARTS/verdict.txt, or None.
 
     RESTARTS is the number of restarts by Slurm, followed by `.N` after N restarts inside the job.
-    slurm: see `name_of_job`; it has both numbers.
+    slurm: the description of this start in provenance.json
     """
     again = int(slurm.get("restart_in_job") or 0)
     start = f"{slurm.get('restart_count') or 0}{f'.{again}' if again else ''}"
@@ -177,10 +178,10 @@ def verdict_of(slurm: Mapping[str, Any]) -> str | None:
 def causes_in_log(log: str, slurm: Mapping[str, Any]) -> tuple[str, str]:
     """Return why one start of a job ended: (job script's reason, Slurm's reason), each may be "".
 
-    log: the text of the job's log, which has all starts. slurm: see `name_of_job`; it selects the
-    start.
+    log: the text of the job's log, which has all starts. slurm: the description of this start in
+    provenance.json
     """
-    # The log counts starts from 1. A start's last line names the next start. Restarts count from 0.
+    # Starts count from 1 and restarts from 0. The last line of a start names the next start.
     name, number = name_of_job(slurm), int(slurm.get("restart_count") or 0) + 1
     ends = [at[2] for at in _REQUEUED.finditer(log) if (at[1], at[3]) == (name, str(number + 1))]
     own = log.partition(f"job {name}, start {number}: ")[2]
@@ -196,7 +197,7 @@ def causes_in_log(log: str, slurm: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def note_submitted(job: str, output_dir: Path, log: str) -> None:
-    """Write run directory and log of a submitted job to .stoker/submitted-JOB. Raises OSError."""
+    """Write a submitted job's run directory and log to .stoker/submitted-JOB. Raises OSError."""
     (_ROOT / ".stoker").mkdir(exist_ok=True)
     (_ROOT / ".stoker" / f"{SUBMITTED}{job}").write_text(f"{output_dir.resolve()}\n{log}\n")
 
@@ -221,7 +222,7 @@ def _note(name: str) -> str | None:
 def leave_file(name: str, text: str) -> bool:
     """Create a file in STOKER_NOTES_DIR atomically; return whether it was created.
 
-    If the file exists, it is kept. If writing fails, the text is written to stderr.
+    An existing file is kept. If writing fails, the text is written to stderr.
     """
     directory = notes_directory()
     if directory is None:
@@ -246,8 +247,8 @@ def note_worker_ends(
 ) -> None:
     """Write a note for each rank that failed or stopped and has no note file.
 
-    exit_codes: {rank: exit code}; a negative code is a signal, as in subprocess. asked_to_stop:
-    then a process that SIGTERM or SIGUSR1 killed counts as stopped. memory_ran_out: the kernel
+    exit_codes: {rank: exit code}; a negative code is a signal, as in subprocess. asked_to_stop: if
+    True, a rank killed by SIGTERM or SIGUSR1 counts as stopped. memory_ran_out: whether the kernel
     killed a process of this job for lack of memory.
     """
     names = {-one.value: one.name for one in signal.Signals}
@@ -268,8 +269,8 @@ def note_worker_ends(
 def wait_for_verdict(several_nodes: bool, silent: str = SILENT) -> Verdict:
     """Return the job's verdict after processes of this node failed.
 
-    several_nodes: then wait up to WAIT_FOR_CAUSES_S seconds for a note that names a cause. silent:
-    the reason if there are no notes.
+    several_nodes: if True, wait up to WAIT_FOR_CAUSES_S seconds for a note that names a cause.
+    silent: the verdict's text if there are no notes.
     """
     deadline = time.monotonic() + (WAIT_FOR_CAUSES_S if several_nodes else 0.0)
     while True:
@@ -284,8 +285,8 @@ def wait_for_verdict(several_nodes: bool, silent: str = SILENT) -> Verdict:
 def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
     """Return the verdict that follows from the ranks' notes: the likeliest cause of the job's end.
 
-    If several causes are equally likely, the earliest counts. silent: the reason if there are no
-    notes.
+    If several causes are equally likely, the earliest counts. silent: the verdict's text if there
+    are no notes.
     """
     ordered = sorted(notes, key=lambda note: (likelihood(note), note.time))
     if not ordered:
@@ -300,14 +301,14 @@ def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
 
 
 def _how(note: Note) -> str:
-    """Return the words before a note's text in a message: "ended:", "was killed by", "failed:"."""
+    """Return the words before a note's text, such as "failed:" in "rank 1 on n2 failed: ..."."""
     return {"refused": "ended:", "killed": "was killed by"}.get(note.kind, f"{note.kind}:")
 
 
 def likelihood(note: Note) -> int:
     """Return a sort key of a note; the lowest key marks the likeliest cause of the job's end."""
     if note.exit_code == ExitCode.OUT_OF_MEMORY:
-        return 0  # whatever its text says
+        return 0  # even if the text looks like a consequence
     failed, killed = note.kind == "failed", note.kind == "killed"
     lost_peer = note.exit_code == KILLED_BY_SIGTERM or _LOST_PEER.search(note.text)
     if (failed and lost_peer) or (killed and not note.text.startswith(_HARD)):
@@ -316,13 +317,13 @@ def likelihood(note: Note) -> int:
 
 
 def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
-    """Return a text on the ranks that the other ranks of a hung run wait for.
+    """Return a text that names the ranks that caused a hang. The other ranks wait for these ranks.
 
-    notes: reports of the ranks on their end or hang. hosts: the host of each rank. If a rank
-    reported its end, the text names the first such rank. Otherwise the text names the ranks without
-    a report, which are frozen or gone. If every rank reported a hang, the text names the ranks with
-    the fewest Trainer events (`Note.beats`). Those of them that wait for other ranks are left out,
-    unless all wait.
+    notes: one note of each rank that ended or reported its hang. hosts: the host of each rank. If
+    ranks ended, the text names the first of them. Otherwise the text names the ranks without a
+    note, which are frozen or gone. If every rank reported a hang, the text names the ranks with the
+    fewest Trainer events (`Note.beats`). If only some of these ranks wait for other ranks, the text
+    leaves out the waiting ranks.
     """
     if ended := [note for note in notes if note.kind != "hung"]:
         first = ended[0]

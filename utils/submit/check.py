@@ -1,12 +1,14 @@
-"""The dry run of a job that Slurm holds in the queue. slurm/submit.sh then releases the job.
+"""The dry run of a job that Slurm holds in the queue. submit.sh releases the job after exit code 0.
 
     python -m utils.submit.check DIRECTORY FIELDS ANSWER REFUSAL PARTITIONS NODES QOS
         COUNT OPTIONS... JOB_SCRIPT ARGUMENTS...
 
-The job is released if the exit code is 0. DIRECTORY: where sbatch was called. FIELDS: names of
-squeue's fields, joined by commas. ANSWER: squeue's output for the job. In ANSWER, the value of each
-field is padded to WIDTH bytes, so text in a value cannot look like another field. REFUSAL to QOS:
-see SlurmAnswers. COUNT: the number of OPTIONS.
+DIRECTORY       where sbatch was called
+FIELDS          names of squeue's fields, joined by commas
+ANSWER          squeue's output for the job; each value is padded to WIDTH bytes, so that text in a
+                value cannot look like another field
+REFUSAL to QOS  see SlurmAnswers
+COUNT           the number of OPTIONS
 """
 
 import contextlib
@@ -98,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def plan_job(
     job: Mapping[str, str], gpus: int, answers: SlurmAnswers, arguments: Sequence[str]
 ) -> tuple[Allocation, StrategyConfig]:
-    """Return the nodes and processes that the job will have, and its accelerate configuration.
+    """Return the nodes and processes that the job will have, and the job's accelerate config.
 
     gpus: GPUs per node. Raises UnfitClusterError if a job without GPUs would train on GPUs.
     """
@@ -109,7 +111,7 @@ def plan_job(
         "SLURM_NODEID": "0",
         "SLURM_GPUS_ON_NODE": str(gpus),
     }
-    # If Slurm counts no GPUs in the whole cluster (no GRES), the nodes may still have some.
+    # Nodes may have GPUs even if Slurm counts no GPUs in the whole cluster (no GRES).
     counted = any(count_gpus(line.split("|")[3]) for line in answers.nodes.splitlines())
     devices = 0 if counted else 1
     allocation, config = plan_launch(arguments, {**os.environ, **first_node}, devices)
@@ -122,7 +124,7 @@ def plan_job(
 
 
 def job_fields(fields: str, answer: str) -> dict[str, str]:
-    """Return {field: value} of the held job. answer: squeue's output, see the module's docstring.
+    """Return {field: value} of the job. fields, answer: see the module's docstring.
 
     Raises UnfitClusterError if squeue does not know the job.
     """
@@ -135,13 +137,14 @@ def job_fields(fields: str, answer: str) -> dict[str, str]:
 
 
 def note_bad_nodes(options: Sequence[str], kind: str, partition: str) -> None:
-    """Print which nodes of a partition have recorded faults, and the option that excludes them.
+    """Print which nodes of a partition are bad (see `bad_nodes`), and the option to exclude them.
 
-    kind: the name of the job script. Prints nothing if the user chose the nodes.
+    options: sbatch's options. If these choose the nodes, nothing is printed. kind: the name of the
+    job script.
     """
     given = " ".join(options)
     if re.search(r"(^| )(--nodelist|-w)", given):
-        return  # the user has chosen
+        return
     excluded = expand_hosts(",".join(re.findall(r"(?:^| )(?:--exclude[= ]|-x ?)(\S+)", given)))
     bad: list[str] = []
     with contextlib.suppress(OSError):  # submit the job even without a ledger or sinfo
@@ -156,11 +159,11 @@ def note_bad_nodes(options: Sequence[str], kind: str, partition: str) -> None:
 
 
 def make_log_folder(log: str) -> None:
-    """Make the folder of the log, and print the log's path.
+    """Make the folder of the log file, and print the path of the log file.
 
     Without this folder, Slurm ends the job at once and prints no message. A folder with "%" in its
-    name is not made, because Slurm replaces the "%" pattern. Raises ConfigurationError if the
-    folder cannot be made.
+    name is not made, because Slurm replaces such patterns. Raises ConfigurationError if the folder
+    cannot be made.
     """
     folder = Path(log).parent
     if "%" not in str(folder) and not folder.is_dir():
@@ -215,9 +218,9 @@ def gpus_per_node(job: Mapping[str, str]) -> int:
 
 
 def given_last(name: str, variable: str, options: Sequence[str], job_script: Path) -> str:
-    """Return the value of an sbatch option that squeue does not show; "" if it is not given.
+    """Return the value of an sbatch option that squeue does not show; "" if the option is not set.
 
-    The last value counts, in this order: #SBATCH lines, the environment `variable`, `options`.
+    `options` override the environment variable `variable`, which overrides #SBATCH lines.
     """
     lines = job_script.read_text(encoding="utf-8", errors="replace").splitlines()
     head = [line for line in lines if line.startswith("#SBATCH")]
@@ -228,8 +231,8 @@ def given_last(name: str, variable: str, options: Sequence[str], job_script: Pat
 def signal_lead_s(options: Sequence[str], job_script: Path) -> int | None:
     """Return the seconds from the stop signal to the time limit; None if no signal reaches the run.
 
-    The option --signal must be B:USR1@SECONDS. Because of B:, Slurm signals the job script, which
-    then signals all nodes.
+    Only --signal=B:USR1@SECONDS reaches the run: "B:" sends the signal to the job script, which
+    passes the signal on to all nodes.
     """
     match = _SIGNAL.fullmatch(given_last("signal", "SBATCH_SIGNAL", options, job_script))
     return int(match[1] or _DEFAULT_LEAD_S) if match else None

@@ -1,4 +1,4 @@
-"""Requests that Slurm can never satisfy. Jobs with them would wait in the queue for ever."""
+"""Requests that Slurm can never satisfy. A job with such a request would wait for ever."""
 
 import math
 import re
@@ -17,7 +17,7 @@ _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 
 @dataclass(frozen=True)
 class SlurmAnswers:
-    """Output of Slurm's commands about a job; empty if a command failed.
+    """Output of Slurm's commands about a job. The output of a command that failed is empty.
 
     refusal     sbatch's messages for the same job without --hold; empty if sbatch accepts the job
     partitions  scontrol --oneliner show partition
@@ -33,9 +33,9 @@ class SlurmAnswers:
 
 
 def check_request(job: Mapping[str, str], gpus: int, answers: SlurmAnswers) -> list[str]:
-    """Return notes, as texts, on limits that could not be checked. gpus: GPUs per node of the job.
+    """Raise UnfitClusterError if none of the job's partitions can ever start the job.
 
-    Raises UnfitClusterError if none of the job's partitions can ever start the job.
+    Return notes for the user, such as on limits that could not be checked. gpus: GPUs per node.
     """
     partitions = {}
     for line in answers.partitions.splitlines():
@@ -65,9 +65,9 @@ def check_request(job: Mapping[str, str], gpus: int, answers: SlurmAnswers) -> l
 def _qos_limits(
     job: Mapping[str, str], partition: Mapping[str, str], table: str
 ) -> dict[str, str] | None:
-    """Return {limit: value} from the QOS of job and partition; None if `table` lacks one of them.
+    """Return {limit: value} from the job's and the partition's QOS; None if `table` lacks a QOS.
 
-    table: sacctmgr's output.
+    table: sacctmgr's output
     """
     rows = {}
     for line in table.splitlines():
@@ -87,7 +87,7 @@ def _qos_limits(
 def _faults(
     job: Mapping[str, str], gpus: int, partition: Mapping[str, str], qos: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield messages: why a partition can never start a job, and what to request instead."""
+    """Yield messages that say why a partition can never start a job, and what to request."""
     place, nodes = f"partition {partition['PartitionName']}", int(job["NumNodes"])
     limits = [(f"QOS {qos['names']}", qos.get("MaxWall", ""))]
     if "PartitionTimeLimit" not in qos["flags"]:
@@ -118,10 +118,7 @@ def _faults(
 def _check_nodes(
     job: Mapping[str, str], gpus: int, names: list[str], answers: SlurmAnswers
 ) -> None:
-    """Raise UnfitClusterError if no node in the partitions `names` is large enough for the job.
-
-    Nodes that are down count as well.
-    """
+    """Raise UnfitClusterError if no node in the partitions `names` can run the job, up or down."""
     rows = [line.split("|") for line in answers.nodes.splitlines()]
     nodes = [dict(zip(_COLUMNS, row[1:], strict=False)) for row in rows if row[0] in names]
     options = []

@@ -31,7 +31,7 @@ FORMS = {
     "grid": "`setting: [values]`, at least one",
     "output_dir": "the folder for the points' run directories",
 }
-_OWN = ("output_dir", "config", "dry_run")  # settings that the sweep itself sets for each point
+_OWN = ("output_dir", "config", "dry_run")  # settings that Stoker sets for each point
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]")
 # File systems allow 255 bytes per name. Temporary names of checkpoints need some of them.
 _LONGEST_NAME = 120
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_sweep(file: str) -> Sweep:
-    """Return the sweep in a file. One ConfigurationError lists all faults of the file."""
+    """Return the sweep in a file. Raises a ConfigurationError that lists all errors of the file."""
     try:
         content = load_file(Path(file))
     except YamlError as error:
@@ -155,7 +155,10 @@ def point_name(settings: Mapping[str, Any]) -> str:
 
 
 def check_points(sweep: Sweep) -> None:
-    """Dry-run all points; print the first point's output. ConfigurationError lists all faults."""
+    """Dry-run all points; print the first point's output.
+
+    Raises one ConfigurationError that lists the errors of all points.
+    """
     main = runpy.run_path(sweep.script, run_name="a_sweeps_script")["main"]
     faults: dict[str, list[str]] = {}
     for number, (name, (_, *arguments)) in enumerate(sweep.points.items()):

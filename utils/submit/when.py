@@ -3,9 +3,9 @@
     python -m utils.submit.when DIRECTORY GPU COUNT OPTIONS... JOB_SCRIPT ARGUMENTS...
 
 Slurm forecasts when the jobs start (sbatch --test-only). Nothing is submitted. A dry run for each
-number of nodes checks batch size and memory. If the run has already trained, its measured speed is
-used. Otherwise the dry run forecasts the speed on the GPU that GPU names, such as H100-80GB (see
---assume). GPU may be empty.
+number of nodes checks batch size and memory. If the run has already trained, the forecast uses the
+measured speed. Otherwise the dry run forecasts the speed on a GPU model, such as H100-80GB (see
+--assume). GPU is the name of this model, or empty. COUNT is the number of OPTIONS.
 """
 
 import datetime
@@ -32,9 +32,9 @@ from utils.observe.history import read_run
 from utils.submit.check import ONE_NODE, dry_run_command, signal_lead_s
 from utils.submit.limits import count_gpus
 
-STARTUP_S = 300.0  # from a job's start to its first step; assumed until a job has measured it
+STARTUP_S = 300.0  # from a job's start to its first step, if no earlier job measured this time
 REQUEUE_S = 120.0  # Slurm's delay before a requeued job starts again
-FAR_S = 300 * 24 * 3600.0  # a later forecast means that jobs without a time limit are ahead
+FAR_S = 300 * 24 * 3600.0  # if a job would wait longer, jobs without a time limit are ahead
 SAME = "All rows are the same training: the global batch does not depend on the number of GPUs."
 NOT_SAME = "The rows are different trainings: give global_batch_size, then all have the same batch."
 NOTES = """\
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"{nodes:>5} {limit:>9}  {date(now_s + wait_s)}  {date(now_s + end_s)}  "
                     f"{cost:>10,.1f}  {starts:>10}"
                 )
-                # If two end in the same minute, take the cheaper one.
+                # If two choices end in the same minute, the cheaper one is better.
                 ends.append((round(end_s / 60), cost, limit_s, shlex.join(choice)))
         except ConfigurationError as error:
             rows.append(f"{nodes:>5}  {begins}{error.problems[0]}")
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class Request:
-    """A job as sbatch understood its options. time: --time as text. gpus: GPUs per node."""
+    """A job's resources, as sbatch read its options. time: --time as text. gpus: GPUs per node."""
 
     nodes: int
     time: str
@@ -127,8 +127,8 @@ def limits(asked_s: int, overhead_s: float, run_s: float) -> list[int]:
     """Return a list of time limits to compare, in seconds, the longest first.
 
     The limits are 1, 1/2, 1/4 and 1/8 of `asked_s`, and the shortest limit in which the training
-    ends. overhead_s: seconds of each job without training. Limits below twice `overhead_s` are left
-    out. Raises ConfigurationError if `asked_s` itself is too short.
+    ends. overhead_s: seconds of each job without training. run_s: seconds of training. Limits below
+    twice `overhead_s` are left out. Raises ConfigurationError if `asked_s` itself is too short.
     """
     enough_s = math.ceil(1.1 * (run_s + overhead_s) / 600) * 600
     found = {min(asked_s, enough_s), *(asked_s // part // 60 * 60 for part in (1, 2, 4, 8))}
@@ -144,9 +144,9 @@ def course(
 ) -> tuple[int, float, float]:
     """Return (number of job starts, seconds in all jobs together, seconds until the training ends).
 
-    The job waits `wait_s` before each start. After `startup_s` the job trains until its stop
-    signal. run_s: seconds of training in all jobs. until_signal_s: from a job's start to its stop
-    signal.
+    The job waits `wait_s` before each start. After `startup_s` the job trains until Slurm's stop
+    signal. run_s: seconds of training in all jobs. until_signal_s: seconds from a job's start to
+    the stop signal.
     """
     starts = math.ceil(run_s / (until_signal_s - startup_s))
     busy_s = run_s + starts * startup_s
@@ -168,13 +168,13 @@ def output_of(command: Sequence[str], env: Mapping[str, str], directory: str = "
 
 
 def test_only(words: Sequence[str], directory: str) -> str:
-    """Return the output of sbatch --test-only: the options as read, and a forecast start."""
+    """Return the output of sbatch --test-only: the options that it read, and a start forecast."""
     env = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
     return output_of(["sbatch", "--verbose", "--test-only", *words], env, directory)
 
 
 def start_s(words: Sequence[str], directory: str, now_s: float) -> float:
-    """Return when sbatch forecasts that the job starts: unix time in seconds, at least `now_s`.
+    """Return the job's start that sbatch forecasts: unix time in seconds, at least `now_s`.
 
     Raises ConfigurationError with sbatch's message if there is no forecast.
     """
@@ -191,11 +191,11 @@ def start_s(words: Sequence[str], directory: str, now_s: float) -> float:
 def work_left(
     command: Sequence[str], nodes: int, gpus: int, gpu: str
 ) -> tuple[float, float, str, tuple[int, int]]:
-    """Return (seconds of training left, seconds of a start-up, the origin of both as text, totals).
+    """Return (seconds of training left, seconds of a start-up, source of both, totals).
 
-    command: the dry run. gpus: GPUs per node. gpu: a GPU's name, or "". totals: the steps and
-    tokens of the whole training. Raises ConfigurationError if the dry run refuses, or if the speed
-    is not known.
+    The source is a text such as "measured". The totals are the steps and tokens of the whole
+    training. command: the dry run. gpus: GPUs per node. gpu: a GPU's name, or "". Raises
+    ConfigurationError if the dry run fails, or if the speed is not known.
     """
     ranks = nodes * (gpus or int(os.environ.get(PROCESSES, "1")))
     env = {name: text for name, text in os.environ.items() if name not in LAUNCHER_VARIABLES}
@@ -216,7 +216,7 @@ def work_left(
     run, left = read_run(Path(folder), whole=False), steps - int(done)
     if left <= 0 or "a start would have nothing to do" in said:
         raise ConfigurationError("nothing is left to train")
-    # Interactive jobs have no count of restarts. Other commands may have run in them before.
+    # Skip interactive jobs, which may have run other commands first. They have no restart count.
     first = [start for start in run.starts if str(start.job.get("restart_in_job")) == "0"]
     began = [(start.trained, start.job.get("start_time")) for start in first]
     times = [trained - job for trained, job in began if trained and isinstance(job, float)]
