@@ -1,4 +1,4 @@
-"""Helpers for the other packages of utils. The package host imports only config.errors of them.
+"""Helpers for the other packages of utils. This package itself imports only config.errors.
 
 atomic_files  atomic writes, checked file names, locked directories, the disk cache
 machine       host name, rank, processor and memory
@@ -9,7 +9,7 @@ foreign       time and memory limits, and clear errors, while a library reads a 
 collectives   run a function on rank 0 or on all ranks, and give all ranks the result or error
 journal_file  metrics.jsonl: format and reader, without torch
 spikes        the rule for loss spikes
-hub           one test of the connection to the Hub; error messages if the Hub's cache lacks a model
+hub           test of the connection to the Hub; if the test fails, only the local cache is used
 run_lock      at most one job per output directory: the lock files in .lock and their heartbeat
 phase_times   seconds that a process spent in each phase; the lock file stores these times
 """

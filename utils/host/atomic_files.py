@@ -23,7 +23,7 @@ from utils.host.machine import host_name
 from utils.host.redaction import redact
 
 CACHE_FORMAT = 1
-LONGEST_NAME = 1000  # characters of a path inside a folder; with the folder, 4096 bytes are allowed
+LONGEST_NAME = 1000  # characters of a path inside a folder; Linux allows 4096 bytes for a full path
 
 Content = TypeVar("Content")
 
@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 def replace_text(path: Path, text: str, *, exact: bool = False) -> None:
     """Write a text to a file atomically: write and flush a draft, then rename it. Raises OSError.
 
-    Secrets in the text are masked. exact: mask nothing, because a digest of the text is stored.
+    Secrets in the text are masked, unless `exact` is True. Set `exact` if a digest of the text is
+    stored elsewhere.
     """
     # Processes on several hosts may write the same file at the same time.
     draft = path.with_name(f".{path.name}.{host_name()}.{os.getpid()}.tmp")
@@ -51,7 +52,7 @@ def replace_text(path: Path, text: str, *, exact: bool = False) -> None:
 
 
 def from_here(path: str | Path) -> Path:
-    """Return a path for a log: relative to the working directory if it is below, else unchanged."""
+    """Return a path for log lines: relative if it is in the working directory, else unchanged."""
     absolute = Path(path).absolute()
     return absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else Path(path)
 
@@ -63,8 +64,8 @@ def paths_inside(
 
     The named files may be missing. listed_in: the file with the names, for error messages. links:
     True allows symbolic links out of the folder, as in the Hub's cache. Raises ConfigurationError
-    for a name that leads out of the folder or to something other than a regular file. Also raises
-    it for two names that some file systems treat as the same.
+    for a name that leads out of the folder or to something other than a regular file. Two names
+    that some file systems treat as the same are also an error.
     """
     paths: dict[str, Path] = {}
     plain: dict[str, str] = {}
@@ -113,10 +114,10 @@ def locked_directory(base: Path, prefix: str) -> tuple[Path, int]:
     """
     while True:
         directory = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-        # Another process may remove the directory before the lock: then make another directory.
+        # If another process removes the directory before it is locked, make another directory.
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-            with contextlib.suppress(OSError):  # no locks here: `remove_abandoned` does nothing
+            with contextlib.suppress(OSError):  # without locks, `remove_abandoned` does nothing
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if directory.exists():
                 return directory, lock
@@ -124,10 +125,9 @@ def locked_directory(base: Path, prefix: str) -> tuple[Path, int]:
 
 
 def remove_abandoned(base: Path, prefix: str) -> list[Path]:
-    """Delete the directories of `locked_directory` whose processes have ended; return their paths.
+    """Delete directories of `locked_directory` whose process has ended; return their paths.
 
-    Only directories in `base` are deleted whose names begin with `prefix` and that belong to this
-    user.
+    Only this user's directories in `base` with names that begin with `prefix` are deleted.
     """
     removed = []
     for directory in sorted(base.glob(f"{prefix}*")):
@@ -169,7 +169,7 @@ def file_states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
 
 
 def read_cache(path: Path, read: Callable[[Any], Content]) -> Content | None:
-    """Return a cache file's JSON as converted by `read`; None if the file is missing or damaged."""
+    """Return `read(JSON content)` of a cache file; None if the file is missing or damaged."""
     try:
         return read(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:

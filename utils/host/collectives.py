@@ -15,10 +15,10 @@ Answer = TypeVar("Answer")
 
 
 def on_rank_0(action: Callable[[], Answer], group: Any = None) -> Answer:
-    """Run a function on rank 0; return its result, or raise its ConfigurationError, on every rank.
+    """Run a function on rank 0. Every rank returns its result or raises its ConfigurationError.
 
     The result must be picklable. An OSError becomes a StorageError, which is a ConfigurationError.
-    Collective over `group` (None: all ranks).
+    All ranks of `group` must call this. None means all ranks.
     """
     leads = not _connected() or torch.distributed.get_rank() == 0
     outcome = _attempt(action) if leads else None
@@ -28,8 +28,8 @@ def on_rank_0(action: Callable[[], Answer], group: Any = None) -> Answer:
 def on_every_rank(action: Callable[[], Answer], group: Any = None) -> list[Answer]:
     """Run a function on every rank; return the results of all ranks, in rank order.
 
-    If the function fails on some ranks, all ranks raise one error with the messages of these ranks.
-    Collective over `group` (None: all ranks).
+    If the function fails on any rank, all ranks raise one error with all messages of failed ranks.
+    All ranks of `group` must call this. None means all ranks.
     """
     return _answers_of(gathered(_attempt(action), group))
 
@@ -37,7 +37,7 @@ def on_every_rank(action: Callable[[], Answer], group: Any = None) -> list[Answe
 def gathered(value: Any, group: Any = None) -> list[Any]:
     """Return the `value` of each rank, as a list in rank order.
 
-    Collective over `group` (None: all ranks).
+    All ranks of `group` must call this. None means all ranks.
     """
     if not _connected():
         return [value]
@@ -47,7 +47,7 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[Any, type[ConfigurationError] | None, list[str]]:
-    """Call `action`; return (result, None, []), or after an error (None, error type, messages).
+    """Call `action`. Return (result, None, []), or (None, error type, messages) if it fails.
 
     Only ConfigurationError and OSError are caught.
     """
@@ -61,9 +61,9 @@ def _attempt(action: Callable[[], Any]) -> tuple[Any, type[ConfigurationError] |
 
 
 def _answers_of(outcomes: list[Any]) -> list[Any]:
-    """Return the results in `outcomes`, which has one value of `_attempt` per rank.
+    """Return the results of all ranks. If any rank failed, raise one error with all messages.
 
-    If `action` failed on a rank, raise one error with the messages of all ranks.
+    outcomes: the return values of `_attempt`, one per rank
     """
     refused = [kind for _, kind, _ in outcomes if kind is not None]
     if refused:
@@ -78,7 +78,7 @@ def _connected() -> bool:
 def cpu_group(timeout_s: float) -> Any:
     """Return a new gloo process group of all ranks, or None if there is only one rank.
 
-    Collective. Raises UnfitClusterError if the ranks cannot reach each other.
+    All ranks must call this. Raises UnfitClusterError if the ranks cannot reach each other.
     """
     if not _connected() or torch.distributed.get_world_size() == 1:
         return None
@@ -95,20 +95,20 @@ def cpu_group(timeout_s: float) -> Any:
 
 
 class Agreement:
-    """An asynchronous all-reduce: the largest of one integer per rank, one training step later.
+    """An asynchronous all-reduce that returns the maximum of one integer per rank.
 
     All ranks call `begin_turn` in one step and `result` in the next step. Meanwhile a thread of
     gloo does the all-reduce, so `result` does not block the GPU and seldom waits for another rank.
     """
 
     def __init__(self, timeout_s: float = 1800):
-        """Make a gloo process group. Collective over all ranks. Raises UnfitClusterError."""
+        """Make a gloo process group. All ranks must call this. Raises UnfitClusterError."""
         self.pending: tuple[torch.Tensor, Any] | None = None
         self.own = 0
         self.group = cpu_group(timeout_s)
 
     def result(self) -> int:
-        """Return the largest of the ranks' numbers in the last `begin_turn`; 0 before any call."""
+        """Return the maximum of the ranks' numbers in the last `begin_turn`; 0 before any turn."""
         if self.pending is None:
             return self.own
         value, work = self.pending
@@ -133,7 +133,7 @@ class Agreement:
             self.pending = (value, work)
 
     def close(self) -> None:
-        """Wait for the all-reduce and destroy the process group. Collective over all ranks."""
+        """Wait for the all-reduce and destroy the process group. All ranks must call this."""
         self.result()
         self.own = 0
         if self.group is not None:

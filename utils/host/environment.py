@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 OPEN_FILES = 4096  # data workers, sockets between ranks and mapped files need them
 LIMIT = "ulimit -n"
 GPUS, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
-# Variables that change the results or the speed of training, and the effects of some of them.
+# Variables that change the results or the speed of training. EFFECTS describes some of them.
 _FAMILIES = re.compile(
     "(NCCL|CUDA|CUBLAS|CUDNN|OMP|MKL|KMP|GOMP|GLOO|UCX|HCOLL|OMPI_MCA|FI_|PYTORCH|TORCHDYNAMO|TRITON"
     "|NVIDIA_TF32|TORCH_(ALLOW_TF32|BLAS|COMPILE|CUDNN|DISTRIBUTED_DEBUG|LOGS)).*"
@@ -42,7 +42,7 @@ def inherited(environment: Mapping[str, str]) -> list[str]:
 
 
 def without_indices(variable: str) -> str:
-    """Return NAME=VALUE unchanged, or for CUDA_VISIBLE_DEVICES a text with the number of GPUs.
+    """Replace the GPU indices in CUDA_VISIBLE_DEVICES=... by their number. Keep other variables.
 
     A job on a shared node may get GPUs with other indices at each start.
     """
@@ -54,14 +54,14 @@ def without_indices(variable: str) -> str:
 
 
 def _with_effect(variable: str) -> str:
-    """Return NAME=VALUE. A known effect of the variable (EFFECTS) follows in parentheses."""
+    """Add the effect of a variable in parentheses to NAME=VALUE, if EFFECTS has the variable."""
     name = variable.partition("=")[0]
     effects = (text for text, names in EFFECTS.items() if re.fullmatch(names, name))
     return variable + "".join(f" ({text})" for text in effects)
 
 
 def report_environment() -> None:
-    """Log inherited variables that change results or speed. Then raise the limit of open files."""
+    """Log inherited variables that change results or speed. Increase the limit of open files."""
     expected = {LIMIT}
     if {"SLURM_JOB_ID", "WORLD_SIZE"} & os.environ.keys():  # Slurm and launchers set these
         expected |= {GPUS, THREADS}
@@ -77,7 +77,7 @@ def report_environment() -> None:
 
 
 def _raise_open_files() -> str:
-    """Raise this process's limit of open files to OPEN_FILES (4,096), or as far as allowed.
+    """Increase this process's limit of open files to OPEN_FILES (4,096), or as far as allowed.
 
     Return a warning if the system allows fewer open files, else "".
     """

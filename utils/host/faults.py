@@ -1,4 +1,4 @@
-"""The cause of an error (storage, memory, a lost data worker) and its place in the code."""
+"""Causes of errors (storage, memory, a lost data worker), and the line of code that failed."""
 
 import errno
 import os
@@ -27,8 +27,8 @@ _LOST_PROCESS = re.compile(r"is killed by signal|exited unexpectedly(?! with)|ab
 def place(frames: Sequence[traceback.FrameSummary], packages: Sequence[str] = ()) -> str:
     """Return `file:line in function` of the innermost frame in this repository or in `packages`.
 
-    frames: stack frames, innermost last. packages: names of installed packages. If no frame is in
-    the repository or in `packages`, return the innermost frame of all.
+    frames: stack frames, innermost last. packages: names of installed packages. If the stack has no
+    such frame, return its innermost frame.
     """
     if not frames:
         return "no Python code"
@@ -53,7 +53,7 @@ def thread_frames(thread: int) -> list[traceback.FrameSummary]:
 
 
 def waits_for_ranks(frames: Sequence[traceback.FrameSummary]) -> bool:
-    """Return whether a stack is in a collective or in a backward pass, which has collectives."""
+    """Return whether a stack is in a collective, or in a backward pass, which calls collectives."""
     collectives = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
     return any(name in frame.filename for frame in frames for name in collectives)
 
@@ -82,10 +82,10 @@ def storage_error(error: BaseException) -> StorageError | None:
 
 
 def memory_cause(error: BaseException, killed: bool) -> BaseException | None:
-    """Return the exception that shows a lack of memory: `error` or one of its causes. Else None.
+    """Search `error` and its causes for a lack of memory; return the exception found, or None.
 
-    killed: the kernel killed a process of this job for lack of memory. Only then is the loss of a
-    data worker evidence of a lack of memory.
+    killed: True if the kernel killed a process of this job for lack of memory. Only then a lost
+    data worker counts as a lack of memory.
     """
 
     def lacks_memory(one: BaseException) -> bool:
@@ -96,7 +96,7 @@ def memory_cause(error: BaseException, killed: bool) -> BaseException | None:
 
 
 def memory_owner(cause: BaseException) -> str:
-    """Return whose memory ran out: "GPU" or "host". cause: the exception from `memory_cause`."""
+    """Return which memory ran out: "GPU" or "host". cause: the exception from `memory_cause`."""
     return "GPU" if any(word in str(cause) for word in ("CUDA", "HIP", "CUBLAS")) else "host"
 
 
@@ -113,7 +113,7 @@ def memory_error(error: BaseException, killed: bool = False) -> OutOfMemoryError
 
 
 def lost_process(error: BaseException) -> LostProcessError | None:
-    """Return a LostProcessError with advice if a data worker's end caused `error`, else None."""
+    """Return a LostProcessError with advice if a data worker died and caused `error`, else None."""
     if (cause := _cause(error, _is_lost_process)) is None:
         return None
     room = "lack of memory"
@@ -126,7 +126,7 @@ def lost_process(error: BaseException) -> LostProcessError | None:
 
 
 def _cause(error: BaseException | None, fits: Callable[..., object]) -> BaseException | None:
-    """Return the first of `error`, its cause, the cause's cause, ... that `fits`; else None."""
+    """Return the first exception among `error` and its causes for which `fits` is true, or None."""
     while error is not None and not fits(error):
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return error
@@ -134,7 +134,7 @@ def _cause(error: BaseException | None, fits: Callable[..., object]) -> BaseExce
 
 def _is_lost_process(error: BaseException) -> bool:
     if isinstance(error, ConnectionError | EOFError | FileNotFoundError):
-        # The kernel closes a killed process's sockets shortly before torch notices its end.
+        # The kernel closes a killed process's sockets before torch notices that the process died.
         frames = traceback.extract_tb(error.__traceback__)
         return bool(frames) and frames[-1].filename.endswith("/multiprocessing/connection.py")
     return isinstance(error, RuntimeError) and bool(_LOST_PROCESS.search(str(error)))
@@ -148,6 +148,6 @@ def _storage_fault(error: BaseException) -> str | None:
 
 
 def _of_a_library(error: BaseException) -> bool:
-    # Only texts of errors that a library may have raised are evidence of their cause.
+    # The text of an error is evidence of its cause only if a library may have raised the error.
     untyped = type(error) is Exception or isinstance(error, OSError | RuntimeError)
     return untyped or "safetensors" in type(error).__module__.lower()

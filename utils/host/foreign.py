@@ -29,16 +29,18 @@ _READ = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "*.safetenso
 
 
 class _TimeIsUp(BaseException):
-    """The end of the allowed CPU time. A BaseException, because libraries catch Exception."""
+    """The CPU time limit was reached. A BaseException, because libraries catch Exception."""
 
 
 @contextlib.contextmanager
 def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
     """Context manager: turn errors of libraries that read a user's files into ConfigurationError.
 
-    what: the file, folder or Hub name that the libraries read. problem: what failed, in words. The
-    message has `what`, `problem`, the damaged files in the folder and the library's error. advice:
-    the last sentence of the message, used if no file is damaged. Errors of storage, memory and
+    what     the file, folder or Hub name that the libraries read
+    problem  the part of the message that says what failed
+    advice   the last sentence of the message, left out if a file in the folder is damaged
+
+    The message also has the damaged files and the library's error. Errors of storage, memory and
     other ranks are raised unchanged.
     """
     folder = Path(what)
@@ -66,7 +68,7 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(what: str | Path) -> Iterator[None]:
-    """Context manager: put `what` before a ConfigurationError's messages if they lack `what`."""
+    """Context manager: begin the messages of a ConfigurationError with `what` if they lack it."""
     try:
         yield
     except ConfigurationError as error:
@@ -78,12 +80,12 @@ def naming(what: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
-    """Context manager: raise ConfigurationError if its block uses too much CPU time or memory.
+    """Context manager: raise ConfigurationError if the block uses too much CPU time or memory.
 
-    what: the name for the message. The limits are CPU_LIMIT_S seconds of CPU time and
-    `memory_bytes` of additional address space (None: no limit). Give None if the block may start
-    CUDA, which reserves much address space. An inner block keeps the limits of the outer block.
-    Only the main thread is limited, because only this thread gets signals.
+    what: the name for the message. The CPU time limit is CPU_LIMIT_S seconds. memory_bytes: the
+    limit of additional address space. Give None (no limit) if the block may start CUDA, which
+    reserves much address space. An inner block keeps the limits of the outer block. Other threads
+    than the main thread are not limited, because only the main thread gets signals.
     """
     in_thread = threading.current_thread() is not threading.main_thread()
     if in_thread or signal.getitimer(signal.ITIMER_VIRTUAL)[0]:
@@ -116,7 +118,7 @@ def limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Return an error's message as one short line. A message of one word gets the error's type."""
+    """Return an error's message as one short line. Add the error's type to a one-word message."""
     if isinstance(error, MemoryError):
         return f"more than {RENDERING_BYTES >> 30} GiB of memory is needed"
     text = error.problems[0] if isinstance(error, ConfigurationError) else str(error)
@@ -139,7 +141,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files in a folder that libraries read; [] if `folder` is a file or a Hub name."""
+    """Return the files in a folder that libraries read, [] if `folder` is a file or a Hub name."""
     with contextlib.suppress(OSError, ValueError):  # a name that no file system accepts
         return [path for pattern in _READ for path in sorted(folder.glob(pattern))]
     return []

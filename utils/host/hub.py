@@ -1,4 +1,4 @@
-"""The connection to the Hugging Face Hub: a test; if it fails, only the local cache is used."""
+"""A test of the connection to the Hugging Face Hub. If it fails, only the local cache is used."""
 
 import functools
 import logging
@@ -14,18 +14,18 @@ logger = logging.getLogger(__name__)
 
 PROBE_LIMIT_S = 1.5
 UPLOAD_LIMIT_S = 30.0  # an upload may wait longer for a slow Hub
-# The Hub's cache has a model or a tokenizer if one of these files is there.
+# The Hub's cache contains a model or a tokenizer if it contains one of these files.
 _FIRST_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
 _NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
-_gave_up = threading.Event()  # set if `stay_offline`, not the user, turned the offline mode on
+_gave_up = threading.Event()  # set if `stay_offline`, not the user, chose offline mode
 
 
 @functools.cache
 def hub_fault(limit_s: float | None = None) -> str:
-    """Return why the Hub cannot be reached, as text; "" if it can be reached. The result is cached.
+    """Return the reason why the Hub cannot be reached, or "". The result is cached.
 
-    limit_s: seconds to wait for an answer (None: PROBE_LIMIT_S). Without this test, the libraries
-    would repeat each failing request for a minute. HF_HUB_OFFLINE=0 turns the test off.
+    limit_s: seconds to wait for an answer. None means PROBE_LIMIT_S. Without this test, the
+    libraries would repeat each failing request for a minute. HF_HUB_OFFLINE=0 turns the test off.
     """
     from huggingface_hub import constants, get_session, is_offline_mode
 
@@ -54,9 +54,9 @@ def hub_fault(limit_s: float | None = None) -> str:
 
 
 def upload_fault() -> str:
-    """Return why nothing can be uploaded to the Hub, as text; "" if the Hub answers.
+    """Return the reason why nothing can be uploaded to the Hub, or "" if the Hub answers.
 
-    The wait for an answer is longer than in `hub_fault`. Test again if an earlier test failed.
+    This waits longer for an answer than `hub_fault`. It tests again if an earlier test failed.
     """
     from huggingface_hub import constants
 
@@ -68,10 +68,10 @@ def upload_fault() -> str:
 
 
 def settle_connection(name: str | None, revision: str | None = None) -> bool:
-    """Use only the Hub's cache in this process if `name` is on the Hub and the Hub does not answer.
+    """Test the Hub. If it does not answer, use only its cache in this process and return True.
 
-    name: a model or tokenizer on the Hub, or a local folder, for which the Hub is not tested.
-    Return whether only the cache is used. Raises ConfigurationError if the cache lacks the model or
+    name: the Hub name of a model or tokenizer, or a local folder. If it is a local folder or None,
+    the Hub is not needed and not tested. Raises ConfigurationError if the cache lacks the model or
     tokenizer.
     """
     if not name or not _NAME.fullmatch(name) or Path(name).exists() or not (fault := hub_fault()):

@@ -21,17 +21,17 @@ from typing import Any, BinaryIO
 from utils.host.redaction import redact, redacted
 
 FILE_NAME = "metrics.jsonl"
-NOT_FINITE = "NaN", "Infinity", "-Infinity"  # not in JSON's numbers, so written as text
+NOT_FINITE = "NaN", "Infinity", "-Infinity"  # JSON has no such numbers: they are written as text
 STARTS = ("started", "resumed")
-LATEST = 253402300799.0  # unix seconds: the year 9999, the last that libraries format
+LATEST = 253402300799.0  # unix seconds: the end of the year 9999, the last year of Python's dates
 BLOCK_BYTES = 2**16
-NEAR = 4  # among this many consecutive lines there is usually a training log
-LARGEST_STEP = 2**53  # whole numbers are exact in float64 up to here
+NEAR = 4  # one of this many consecutive lines is usually a training log
+LARGEST_STEP = 2**53  # float64 represents all smaller integers exactly
 LARGEST_MEASURE = 1e18
-LARGEST_FIGURE = 1e39  # just above what float32 holds
+LARGEST_FIGURE = 1e39  # just above the largest float32
 
 
-# The kind of a field is the first whose pattern matches the field's name. A measure is finite, a
+# The first pattern that matches a field's name gives the field's kind. A measure must be finite. A
 # figure may be NaN.
 _KINDS = {
     "text": "event|split|slowest_host|reason",
@@ -89,7 +89,7 @@ def read_lines(
 
     first  read only the lines that end in the first `first` bytes of the file
     last   read only the lines that end in the last `last` bytes of the file
-    ranks  False: leave out the long field `memory_by_rank`, and add the line's file offset as `at`
+    ranks  False leaves out the long field `memory_by_rank` and adds the line's file offset as `at`
     """
     lines, damaged = [], 0
     with path.open("rb") as file:
@@ -161,7 +161,7 @@ def read_line(text: bytes) -> dict[str, Any] | None:
         fields = json.loads(text.decode()).items()
         checked = {key: _checked(key, value) for key, value in fields if value is not None}
         line = {key: value for key, value in checked.items() if value is not None}
-        if b"\\u" in text:  # refuse half of a surrogate pair, which no file can store
+        if b"\\u" in text:  # raise an error for half of a surrogate pair: UTF-8 cannot encode it
             json.dumps(line, ensure_ascii=False).encode()
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
@@ -169,9 +169,9 @@ def read_line(text: bytes) -> dict[str, Any] | None:
 
 
 def _checked(key: str, value: Any) -> Any:
-    """Return the value of a field, as a number if it is text such as "NaN".
+    """Check the type of a field and return its value. A text such as "NaN" becomes a number.
 
-    Return None for a time, size or share (a "measure" of _KINDS) that is not finite. Raises
+    Return None for a time, size or share (a "measure" in _KINDS) that is not finite. Raises
     ValueError for a wrong type.
     """
     kind = _kind(key)

@@ -11,17 +11,17 @@ _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def host_name() -> str:
-    """Return Slurm's name of this node, as in `sinfo`; outside of Slurm the host name."""
+    """Return Slurm's name of this node (see `sinfo`), or the host name outside of Slurm."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def global_rank() -> int:
-    """Return this process's rank among all nodes, as the launcher set it; 0 without a launcher."""
+    """Return this process's global rank, which the launcher sets; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def set_death_signal(number: int) -> None:
-    """Let the kernel send the signal `number` to this process when its parent dies; 0: no signal.
+    """Let the kernel send the signal `number` to this process when its parent dies (0: never).
 
     Each thread has its own setting. The kernel sends the signal if any thread has asked for it.
     """
@@ -37,8 +37,8 @@ def cpu_fact(name: str) -> str:
 def memory_room_bytes(root: Path = Path("/")) -> int:
     """Return how many more bytes of memory this job can use on this host.
 
-    Slurm limits memory by control groups of step, job and user. Files in /dev/shm count as used,
-    and cached file pages that the kernel can drop count as free. `root` is for tests.
+    Slurm limits the memory of a step, job and user by control groups. Files in /dev/shm count as
+    used. Cached file pages that the kernel can drop count as free. `root` is for tests.
     """
     rooms = [1024.0 * _numbers(root / "proc/meminfo")["MemAvailable:"]]
     for version, groups in _memory_groups(root):
@@ -52,8 +52,8 @@ def memory_room_bytes(root: Path = Path("/")) -> int:
 def memory_kills(root: Path = Path("/")) -> int:
     """Return the number of processes of this job that the kernel has killed for lack of memory.
 
-    The innermost control group that has such a count gives the number. It includes kills because of
-    an outer group's limit. If no control group has a count, return the number of the whole host.
+    The number comes from the innermost control group that counts such kills. It includes kills due
+    to an outer group's limit. If no control group has a count, return the number of the whole host.
     """
     for version, groups in _memory_groups(root):
         name = "memory.events" if version == 2 else "memory.oom_control"
@@ -65,7 +65,7 @@ def memory_kills(root: Path = Path("/")) -> int:
 def _memory_groups(root: Path) -> Iterator[tuple[int, list[Path]]]:
     """Yield (cgroup version, folders) for each memory control group of this process.
 
-    folders: the group's folder, the parent's folder, the grandparent's folder, and so on
+    folders: the group's folder and all parent folders, innermost first
     """
     known = root / "proc/self/cgroup"
     for line in known.read_text(encoding="utf-8").splitlines() if known.is_file() else ():
@@ -78,7 +78,7 @@ def _memory_groups(root: Path) -> Iterator[tuple[int, list[Path]]]:
 
 def _room(group: Path, limit: str, usage: str, droppable: str) -> float:
     if not (group / limit).is_file():
-        return float("inf")  # the root group, or a path of the host that a container does not see
+        return float("inf")  # the root group, or a path that is not visible in this container
     allowed = (group / limit).read_text(encoding="utf-8").strip()
     used = int((group / usage).read_text(encoding="utf-8"))
     statistics = _numbers(group / "memory.stat")

@@ -4,14 +4,14 @@ import time
 from typing import Any
 
 SAVING, HUNG = "saving", "hanging"
-LONGEST_S = 1e10  # a longer time in a file is damage
+LONGEST_S = 1e10  # a longer time in a file is a damaged value
 
 
 class PhaseTimes:
     """The seconds that this process spent in each phase. Another thread may read them at any time.
 
-    now    a tuple, always replaced as a whole: the current phase, the time.monotonic() at which it
-           began, and the seconds of each phase before that time
+    now    (current phase, time.monotonic() when this phase began, seconds of each phase before it).
+           This tuple is only replaced as a whole.
     saved  the seconds of each phase when the last save ended
     """
 
@@ -40,7 +40,7 @@ class PhaseTimes:
 
 
 def valid_numbers(given: Any) -> dict[str, float]:
-    """Return the numbers from 0 to LONGEST_S in a JSON object, as {name: float}."""
+    """Return {key: float} of the values in a JSON object that are numbers from 0 to LONGEST_S."""
     items = given.items() if isinstance(given, dict) else ()
     return {
         key: float(value)

@@ -37,7 +37,7 @@ _FORMS = re.compile(
 
 
 def load_env_file(path: str | os.PathLike[str] = ".env") -> list[str]:
-    """Set missing environment variables for tokens from a `.env` file; return the names set.
+    """Set missing environment variables for tokens from a `.env` file; return their names.
 
     Only the variables in TOKEN_NAMES, such as HF_TOKEN, are read. Other lines of the file are
     ignored with a warning. The file may be missing. Raises ConfigurationError for a file that other
@@ -82,12 +82,12 @@ def _read_private(path: Path) -> str:
 
 
 def redact(text: str) -> str:
-    """Return a text in which *** replaces the values of secret variables and words like tokens."""
+    """Replace values of secret variables and words that look like tokens by *** in a text."""
     return _masked(text, _secret_forms(_secrets()))
 
 
 def redacted(value: Any) -> Any:
-    """Return `value` with the secrets in its texts masked; dicts and lists are searched.
+    """Return `value` with secrets masked in all texts, also in nested dicts and lists.
 
     Call this before JSON or YAML escapes the texts.
     """
@@ -104,7 +104,7 @@ def redacted(value: Any) -> Any:
 
 
 def without_exported(command: str) -> str:
-    """Return a command line with secrets in Slurm's --export=NAME=VALUE masked."""
+    """Mask the secrets in Slurm's --export=NAME=VALUE in a command line."""
 
     def masked(pair: re.Match[str]) -> str:
         return f"{pair[1]}={MASK}" if _SECRET_NAME.search(pair[1]) else pair[0]

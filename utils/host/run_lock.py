@@ -34,7 +34,7 @@ FOLDER = ".lock"
 BEAT_S = 5.0
 WATCH_S = 30.0  # several heartbeats, because storage or a library that holds the GIL may delay them
 LOOK_S = 0.5  # between two reads of the owner's file
-LONGEST_ERROR = 250  # characters; JSON takes up to twelve bytes for one, and a file has SIZE bytes
+LONGEST_ERROR = 250  # characters, each at most 12 bytes as JSON; an owner file has SIZE bytes
 SIZE = 4096
 
 NAMELESS = "a process that left no name"
@@ -48,8 +48,8 @@ _silent: list["RunOwner"] = []  # owners that gave no heartbeat while this proce
 def take_run_lock(output_dir: Path) -> None:
     """Take the run lock of a directory for this process. Only rank 0 calls this function.
 
-    This process holds the lock until `leave_run_lock` or its end. If another process owns the lock,
-    wait up to WATCH_S seconds for a heartbeat of that owner. Raises ConfigurationError if a
+    This process holds the lock until it calls `leave_run_lock` or ends. If another process owns the
+    lock, wait up to WATCH_S seconds for a heartbeat of that owner. Raises ConfigurationError if a
     heartbeat comes. Raises OSError.
     """
     leave_run_lock(output_dir)  # this process may still hold the lock of an earlier run
@@ -83,7 +83,7 @@ def leave_run_lock(output_dir: Path) -> None:
 def note_error(error: str) -> None:
     """Store the error that ends this process, with secrets masked.
 
-    The lock's next heartbeat or its release writes this error into the owner file.
+    The lock's next heartbeat or `leave_run_lock` writes this error into the owner file.
     """
     for lock in _held.values():
         lock.error = redact(error)[:LONGEST_ERROR]
@@ -115,7 +115,7 @@ def held_runs() -> dict[Path, str]:
 
 
 def taken_over(output_dir: Path) -> str | None:
-    """Return a sentence on the job that took the run lock from this process; None if none did.
+    """Return a message if another job took the run lock from this process, else None.
 
     A process that was suspended for longer than WATCH_S may lose the lock. Call this before writing
     files that other jobs rely on. Raises OSError.
@@ -125,7 +125,7 @@ def taken_over(output_dir: Path) -> str | None:
 
 
 def known_loss(output_dir: Path) -> str | None:
-    """Return what `taken_over` returned at the last heartbeat, without reading a file."""
+    """Return the message of `taken_over` as of the last heartbeat, without reading a file."""
     lock = _held.get(output_dir.resolve())
     return lock.lost if lock else None
 
@@ -143,11 +143,11 @@ class RunOwner:
 
     left      whether the process released the lock
     error     the error that ended the process, or None
-    since     when the process took the lock, in unix seconds by the clock of its host
-    beat      the last heartbeat, in unix seconds by the clock of the storage
+    since     time when the process took the lock, in unix seconds of its host's clock
+    beat      time of the last heartbeat, in unix seconds of the storage's clock
     phase     the phase of the run at the last heartbeat
     replaced  whether a file with a higher number exists
-    spent     seconds of each phase until the last heartbeat; empty with older versions of Stoker
+    spent     seconds of each phase until the last heartbeat; empty in files of older versions
     saved     seconds of each phase until the last save ended
     kwh       energy that the GPUs used in training; None if unknown
     """
@@ -198,13 +198,13 @@ class RunOwner:
         return not self.left and not self.gone and self.age_s < 2 * WATCH_S
 
     def belongs_to(self, slurm: Mapping[str, Any]) -> bool:
-        """Return whether job id and restart counts equal those in `slurm`, from provenance.json."""
+        """Return whether job id and restart counts equal those of `slurm` in provenance.json."""
         counts = (int(slurm.get(name) or 0) for name in ("restart_count", "restart_in_job"))
         return (self.job, *self.start_of_job) == (slurm.get("job_id"), *counts)
 
     @property
     def start_of_job(self) -> tuple[int, int]:
-        """The number of restarts by Slurm, then the number of later restarts inside the job."""
+        """(number of restarts by Slurm, number of restarts inside the job since then)."""
         return self.restart_count, self.restart_in_job
 
     def __str__(self) -> str:
@@ -254,7 +254,7 @@ class RunLock:
         self.thread.start()
 
     def new_owner(self) -> str | None:
-        """Return a sentence on the process that took the lock; None if this process owns it."""
+        """Return a message on the process that took the lock; None if this process owns it."""
         number, owner = _newest(self.folder)
         if owner is None and self.path.name == f"owner-{number}":
             return None  # the file of this process is damaged: the next heartbeat rewrites it
@@ -283,7 +283,7 @@ class RunLock:
     def write(self, flags: int = 0, *, left: bool = False) -> None:
         """Write this process's owner file in one call, so that no reader sees half a file.
 
-        flags: more flags for os.open. left: whether the process releases the lock.
+        flags: additional flags for os.open. left: whether the process releases the lock.
         """
         content = {"owner": self.owner, "beat": self.beats, "left": left, "error": self.error}
         content |= {"phase": self.phases.now[0], "kwh": self.kwh}
@@ -296,7 +296,7 @@ class RunLock:
 def _wait_for_the_last_owner(output_dir: Path) -> int:
     """Wait until the last owner ends, or until WATCH_S seconds pass without a heartbeat.
 
-    Return the number of the last owner's file, 0 if the directory never had an owner. Raises
+    Return the number of the last owner's file, or 0 if the directory never had an owner. Raises
     ConfigurationError if the owner gives a heartbeat.
     """
     folder = output_dir / FOLDER
@@ -329,26 +329,26 @@ def _wait_for_the_last_owner(output_dir: Path) -> int:
 def _is_gone(last: RunOwner) -> bool:
     # Slurm and slurm/training_job.sh restart ranks only after all old processes of the job ended.
     job = os.environ.get("SLURM_JOB_ID")
-    silent = last in _silent  # False after a new heartbeat, which changes the value
+    silent = last in _silent  # False after a new heartbeat, because it changes `last.beats`
     earlier = job is not None and last.job == job and last.start_of_job < _start_of_job()
     return silent or last.gone or earlier
 
 
 def _start_of_job() -> tuple[int, int]:
-    """Return this job's number of restarts by Slurm, then of later restarts inside the job."""
+    """Return (number of restarts by Slurm, number of restarts inside the job since then)."""
     names = "SLURM_RESTART_COUNT", RESTART_IN_JOB
     by_slurm, in_job = (int(os.environ.get(name) or 0) for name in names)
     return by_slurm, in_job
 
 
 def _machine() -> str:
-    """Return boot id and pid namespace as text. Processes with equal texts have comparable pids."""
+    """Return the boot id and pid namespace as text. Pids are comparable if the texts are equal."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _changes(folder: Path) -> Iterator[tuple[int, RunOwner | None]]:
-    """Yield `_newest(folder)` now and after each change; end WATCH_S after the last change."""
+    """Yield `_newest(folder)` now and at each change. End WATCH_S after the last change."""
     newest, until = None, math.inf
     while time.monotonic() < until:
         found = _newest(folder)
@@ -359,7 +359,7 @@ def _changes(folder: Path) -> Iterator[tuple[int, RunOwner | None]]:
 
 
 def _newest(folder: Path) -> tuple[int, RunOwner | None]:
-    """Return (highest number of an owner file or 0, owner in this file or None if damaged)."""
+    """Return the highest number of an owner file (0: no file) and its owner (None: damaged)."""
     number = max(_numbers(folder), default=0)
     try:
         return number, _read_owner(folder, number)
@@ -368,7 +368,7 @@ def _newest(folder: Path) -> tuple[int, RunOwner | None]:
 
 
 def _numbers(folder: Path) -> list[int]:
-    # List the folder instead of testing names: NFS caches for a while that a name did not exist.
+    # List the folder instead of testing names: NFS may cache for a while that a name is missing.
     names = [path.name.removeprefix("owner-") for path in folder.glob("owner-*")]
     return [int(name) for name in names if name.isdecimal()]
 

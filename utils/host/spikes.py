@@ -1,10 +1,10 @@
-"""Loss spikes: the rule of `on_spike: stop`, `status.py RUN --spikes` and the report.
+"""Detection of loss spikes for `on_spike: stop`, `status.py RUN --spikes` and the report.
 
 A logged value is a spike if it is not finite, or more than 8 (DEVIATIONS) deviations above the
 median of the previous 64 (WINDOW) values. The first 16 (SHORTEST) values are never spikes. The rule
-compares the logarithms of the values, because losses of small batches and gradient norms have a
-long tail, and their logarithms have none. A deviation is 1.4826 times the median distance from the
-median (an estimate of the standard deviation), and at least 0.01 (LEAST), about 1 %.
+compares logarithms, because losses of small batches and gradient norms have a long tail. Their
+logarithms have no long tail. A deviation is 1.4826 times the median distance from the median, an
+estimate of the standard deviation. It is at least 0.01 (LEAST), about 1 %.
 """
 
 import math
@@ -26,9 +26,9 @@ SMALLEST = 1e-9  # replaces 0, the loss of a step without loss tokens
 class Spike:
     """A spike: one or several consecutive log lines with a value far above the earlier values.
 
-    step, last_step: the steps of the first and the last of these lines. begin: the first of the
-    steps over which the first line's value is a mean. value: the highest value. before: the median
-    of the earlier values. score: the number of deviations between `before` and `value`.
+    step, last_step: the steps of the first and the last of these lines. begin: the first line's
+    value is a mean over the steps from `begin` to `step`. value: the highest value. before: the
+    median of the earlier values. score: the number of deviations between `before` and `value`.
     """
 
     name: str  # loss or grad_norm
@@ -49,7 +49,7 @@ class Spike:
     def all_steps(self) -> str:
         """The steps of all log lines of the spike, as text for `status.py --step`.
 
-        If the spike has more than 20 (LONGEST) steps, only the steps of its first log line.
+        If the spike has more than 20 (LONGEST) steps, this equals `steps`.
         """
         last = self.last_step if self.last_step < self.begin + LONGEST else self.step
         return str(last) if self.begin == last else f"{self.begin}-{last}"
@@ -63,7 +63,7 @@ class Spike:
 
 
 def spikes_in(lines: Iterable[Mapping[str, Any]], name: str = "loss") -> list[Spike]:
-    """Return the spikes in training logs; consecutive log lines are one spike.
+    """Return the spikes in training logs. Consecutive log lines above the limit are one spike.
 
     name: the logged value, "loss" or "grad_norm"
     """
@@ -79,7 +79,7 @@ def spikes_in(lines: Iterable[Mapping[str, Any]], name: str = "loss") -> list[Sp
             spike = Spike(name, begin, step, step, value, before, score, line.get("grad_norm"))
             if follows:
                 first = found.pop()
-                higher = first if value <= first.value else spike  # also for NaN
+                higher = first if value <= first.value else spike  # NaN counts as higher
                 spike = replace(higher, begin=first.begin, step=first.step, last_step=step)
             found.append(spike)
         end, follows = step, score > DEVIATIONS
@@ -89,9 +89,9 @@ def spikes_in(lines: Iterable[Mapping[str, Any]], name: str = "loss") -> list[Sp
 
 
 def _judged(value: float, window: Collection[float]) -> tuple[float, float]:
-    """Return (median of the earlier values in `window`, deviations of `value` above this median).
+    """Return the median of `window`, and how many deviations `value` is above this median.
 
-    The result is (NaN, 0) if `window` has fewer than SHORTEST values.
+    window: the earlier values. The result is (NaN, 0) if it has fewer than SHORTEST values.
     """
     if len(window) < SHORTEST:
         return math.nan, 0.0
@@ -99,7 +99,7 @@ def _judged(value: float, window: Collection[float]) -> tuple[float, float]:
     if not math.isfinite(value):
         return before, math.inf
     above = math.log(max(value, SMALLEST) / before) if before > 0 else 0.0
-    if above <= DEVIATIONS * LEAST:  # most values, which need no second median
+    if above <= DEVIATIONS * LEAST:  # true for most values, so the second median is seldom needed
         return before, 0.0
     distance = median(abs(math.log(max(each, SMALLEST) / before)) for each in window)
     return before, above / max(1.4826 * distance, LEAST)
