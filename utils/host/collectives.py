@@ -11,27 +11,27 @@ from utils.config.errors import ConfigurationError, StorageError, UnfitClusterEr
 from utils.host.faults import storage_error
 from utils.host.machine import host_name
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
-def on_rank_0(action: Callable[[], Answer], group: Any = None) -> Answer:
+def on_rank_0(action: Callable[[], Result], group: Any = None) -> Result:
     """Run a function on rank 0. Every rank returns its result or raises its ConfigurationError.
 
     The result must be picklable. An OSError becomes a StorageError, which is a ConfigurationError.
     All ranks of `group` must call this. None means all ranks.
     """
-    leads = not _connected() or torch.distributed.get_rank() == 0
-    outcome = _attempt(action) if leads else None
-    return _answers_of(gathered(outcome, group)[:1])[0]
+    is_rank_0 = not _is_distributed() or torch.distributed.get_rank() == 0
+    outcome = _attempt(action) if is_rank_0 else None
+    return _results_or_raise(gathered(outcome, group)[:1])[0]
 
 
-def on_every_rank(action: Callable[[], Answer], group: Any = None) -> list[Answer]:
+def on_every_rank(action: Callable[[], Result], group: Any = None) -> list[Result]:
     """Run a function on every rank; return the results of all ranks, in rank order.
 
     If the function fails on any rank, all ranks raise one error with all messages of failed ranks.
     All ranks of `group` must call this. None means all ranks.
     """
-    return _answers_of(gathered(_attempt(action), group))
+    return _results_or_raise(gathered(_attempt(action), group))
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
@@ -39,7 +39,7 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
 
     All ranks of `group` must call this. None means all ranks.
     """
-    if not _connected():
+    if not _is_distributed():
         return [value]
     values: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value, group=group)
@@ -60,18 +60,18 @@ def _attempt(action: Callable[[], Any]) -> tuple[Any, type[ConfigurationError] |
         return None, StorageError, found.problems
 
 
-def _answers_of(outcomes: list[Any]) -> list[Any]:
+def _results_or_raise(outcomes: list[Any]) -> list[Any]:
     """Return the results of all ranks. If any rank failed, raise one error with all messages.
 
     outcomes: the return values of `_attempt`, one per rank
     """
-    refused = [kind for _, kind, _ in outcomes if kind is not None]
-    if refused:
-        raise refused[0](list(dict.fromkeys(text for *_, texts in outcomes for text in texts)))
+    error_types = [kind for _, kind, _ in outcomes if kind is not None]
+    if error_types:
+        raise error_types[0](list(dict.fromkeys(text for *_, texts in outcomes for text in texts)))
     return [answer for answer, *_ in outcomes]
 
 
-def _connected() -> bool:
+def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -80,7 +80,7 @@ def cpu_group(timeout_s: float) -> Any:
 
     All ranks must call this. Raises UnfitClusterError if the ranks cannot reach each other.
     """
-    if not _connected() or torch.distributed.get_world_size() == 1:
+    if not _is_distributed() or torch.distributed.get_world_size() == 1:
         return None
     try:
         timeout = datetime.timedelta(seconds=timeout_s)

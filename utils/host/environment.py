@@ -53,7 +53,7 @@ def without_indices(variable: str) -> str:
     return f"{name} has {len(devices)}"
 
 
-def _with_effect(variable: str) -> str:
+def _add_effect(variable: str) -> str:
     """Add the effect of a variable in parentheses to NAME=VALUE, if EFFECTS has the variable."""
     name = variable.partition("=")[0]
     effects = (text for text, names in EFFECTS.items() if re.fullmatch(names, name))
@@ -68,15 +68,15 @@ def report_environment() -> None:
     found = [each for each in inherited(os.environ) if each.partition("=")[0] not in expected]
     if found and global_rank() == 0:
         usual = all(each.startswith((GPUS, THREADS)) for each in found)
-        listed = ", ".join(map(_with_effect, found))
+        listed = ", ".join(map(_add_effect, found))
         logger.log(
             logging.INFO if usual else logging.WARNING, "inherited from the environment: %s", listed
         )
-    if line := _raise_open_files():
+    if line := _increase_open_files():
         logger.warning("%s", line)
 
 
-def _raise_open_files() -> str:
+def _increase_open_files() -> str:
     """Increase this process's limit of open files to OPEN_FILES (4,096), or as far as allowed.
 
     Return a warning if the system allows fewer open files, else "".

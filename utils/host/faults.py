@@ -70,7 +70,7 @@ def storage_error(error: BaseException) -> StorageError | None:
 
     Storage faults are a full disk, an exceeded quota, a read-only file system and an I/O error.
     """
-    if (cause := _cause(error, _storage_fault)) is None:
+    if (cause := _first_cause(error, _storage_fault)) is None:
         return None
     target = getattr(cause, "filename", None)
     where = f", writing {target}" if target else f" ({last_line(error)})"
@@ -89,10 +89,10 @@ def memory_cause(error: BaseException, killed: bool) -> BaseException | None:
     """
 
     def lacks_memory(one: BaseException) -> bool:
-        said = _of_a_library(one) and any(text in str(one) for text in _MEMORY_TEXTS)
-        return isinstance(one, MemoryError) or said or (killed and _is_lost_process(one))
+        has_text = _may_be_from_library(one) and any(text in str(one) for text in _MEMORY_TEXTS)
+        return isinstance(one, MemoryError) or has_text or (killed and _shows_lost_process(one))
 
-    return _cause(error, lacks_memory)
+    return _first_cause(error, lacks_memory)
 
 
 def memory_owner(cause: BaseException) -> str:
@@ -114,7 +114,7 @@ def memory_error(error: BaseException, killed: bool = False) -> OutOfMemoryError
 
 def lost_process(error: BaseException) -> LostProcessError | None:
     """Return a LostProcessError with advice if a data worker died and caused `error`, else None."""
-    if (cause := _cause(error, _is_lost_process)) is None:
+    if (cause := _first_cause(error, _shows_lost_process)) is None:
         return None
     room = "lack of memory"
     if "Bus error" in str(cause):
@@ -125,14 +125,14 @@ def lost_process(error: BaseException) -> LostProcessError | None:
     )
 
 
-def _cause(error: BaseException | None, fits: Callable[..., object]) -> BaseException | None:
+def _first_cause(error: BaseException | None, fits: Callable[..., object]) -> BaseException | None:
     """Return the first exception among `error` and its causes for which `fits` is true, or None."""
     while error is not None and not fits(error):
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return error
 
 
-def _is_lost_process(error: BaseException) -> bool:
+def _shows_lost_process(error: BaseException) -> bool:
     if isinstance(error, ConnectionError | EOFError | FileNotFoundError):
         # The kernel closes a killed process's sockets before torch notices that the process died.
         frames = traceback.extract_tb(error.__traceback__)
@@ -143,11 +143,11 @@ def _is_lost_process(error: BaseException) -> bool:
 def _storage_fault(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRNOS:
         return os.strerror(error.errno)
-    said = _STORAGE_TEXTS if _of_a_library(error) else ()
-    return next((text for text in said if text in str(error)), None)
+    texts = _STORAGE_TEXTS if _may_be_from_library(error) else ()
+    return next((text for text in texts if text in str(error)), None)
 
 
-def _of_a_library(error: BaseException) -> bool:
+def _may_be_from_library(error: BaseException) -> bool:
     # The text of an error is evidence of its cause only if a library may have raised the error.
     untyped = type(error) is Exception or isinstance(error, OSError | RuntimeError)
     return untyped or "safetensors" in type(error).__module__.lower()

@@ -25,10 +25,10 @@ from utils.host.redaction import redact
 CPU_LIMIT_S = 30.0
 RENDERING_BYTES = 4 << 30
 LONGEST_REASON = 400
-_READ = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "*.safetensors")
+_PATTERNS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "*.safetensors")
 
 
-class _TimeIsUp(BaseException):
+class _CpuTimeIsUp(BaseException):
     """The CPU time limit was reached. A BaseException, because libraries catch Exception."""
 
 
@@ -46,14 +46,14 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
     folder = Path(what)
     try:
         with naming(what):
-            for path in _files(folder):
+            for path in _files_to_read(folder):
                 if not path.is_file():  # libraries wait for a pipe, and ignore a broken link
                     raise ConfigurationError(
                         f"{path} is a folder, a pipe, a device or a broken link: put the file "
                         "there, or delete it."
                     )
             yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit, ConfigurationError, _TimeIsUp):
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, ConfigurationError, _CpuTimeIsUp):
         raise
     except BaseException as error:  # a panic of the tokenizers library is no Exception
         lost_rank = waits_for_ranks(traceback.extract_tb(error.__traceback__))
@@ -93,7 +93,7 @@ def limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
         return
 
     def stop(*_: Any) -> None:
-        raise _TimeIsUp
+        raise _CpuTimeIsUp
 
     handler = signal.signal(signal.SIGVTALRM, stop)
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -105,7 +105,7 @@ def limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
     signal.setitimer(signal.ITIMER_VIRTUAL, CPU_LIMIT_S)
     try:
         yield
-    except _TimeIsUp:
+    except _CpuTimeIsUp:
         raise ConfigurationError(f"{what} takes more than {CPU_LIMIT_S:g} s of CPU time.") from None
     except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError for lack of memory
         if memory_error(error) is None:
@@ -123,8 +123,8 @@ def reason(error: BaseException) -> str:
         return f"more than {RENDERING_BYTES >> 30} GiB of memory is needed"
     text = error.problems[0] if isinstance(error, ConfigurationError) else str(error)
     text = " ".join(text.split())
-    said = redact(text if " " in text else f"{type(error).__name__} {text}")  # before shortening
-    return (said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]}...").rstrip(" .")
+    text = redact(text if " " in text else f"{type(error).__name__} {text}")  # before shortening
+    return (text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}...").rstrip(" .")
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -140,15 +140,15 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def _files(folder: Path) -> list[Path]:
+def _files_to_read(folder: Path) -> list[Path]:
     """Return the files in a folder that libraries read, [] if `folder` is a file or a Hub name."""
     with contextlib.suppress(OSError, ValueError):  # a name that no file system accepts
-        return [path for pattern in _READ for path in sorted(folder.glob(pattern))]
+        return [path for pattern in _PATTERNS for path in sorted(folder.glob(pattern))]
     return []
 
 
 def _damaged_files(folder: Path) -> Iterator[str]:
-    for path in _files(folder) or [folder]:
+    for path in _files_to_read(folder) or [folder]:
         try:
             if path.suffix == ".json":
                 read_object(path)

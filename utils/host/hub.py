@@ -17,7 +17,7 @@ UPLOAD_LIMIT_S = 30.0  # an upload may wait longer for a slow Hub
 # The Hub's cache contains a model or a tokenizer if it contains one of these files.
 _FIRST_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
 _NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
-_gave_up = threading.Event()  # set if `stay_offline`, not the user, chose offline mode
+_offline_after_test = threading.Event()  # set if `stay_offline`, not the user, chose offline mode
 
 
 @functools.cache
@@ -60,8 +60,8 @@ def upload_fault() -> str:
     """
     from huggingface_hub import constants
 
-    if _gave_up.is_set():
-        _gave_up.clear()
+    if _offline_after_test.is_set():
+        _offline_after_test.clear()
         os.environ.pop("HF_HUB_OFFLINE", None)
         constants.HF_HUB_OFFLINE = False
     return hub_fault(UPLOAD_LIMIT_S)
@@ -88,7 +88,7 @@ def stay_offline() -> None:
     from huggingface_hub import constants
 
     if not constants.HF_HUB_OFFLINE:
-        _gave_up.set()
+        _offline_after_test.set()
     os.environ["HF_HUB_OFFLINE"] = "1"
     constants.HF_HUB_OFFLINE = True  # the library reads the variable only when it is imported
 

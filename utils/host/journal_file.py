@@ -75,8 +75,8 @@ def as_series(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     for line in lines:
         event, step = line["event"], line["step"]
         if event in STARTS:
-            done = step if event == "resumed" else -1
-            events = {key: old for key, old in events.items() if old["step"] <= done}
+            resumed_at = step if event == "resumed" else -1
+            events = {key: old for key, old in events.items() if old["step"] <= resumed_at}
         else:
             events[event, line.get("split"), step] = line
     return list(events.values())
@@ -129,15 +129,15 @@ def sampled_losses(path: Path, count: int) -> list[tuple[int, float]]:
     return points[::-1]
 
 
-def _line_start(file: BinaryIO, place: int) -> int:
-    """Return the file offset at which the line around the offset `place` begins."""
-    while place > 0:
-        begin = max(0, place - BLOCK_BYTES)
+def _line_start(file: BinaryIO, offset: int) -> int:
+    """Return the file offset at which the line around `offset` begins."""
+    while offset > 0:
+        begin = max(0, offset - BLOCK_BYTES)
         file.seek(begin)
-        found = file.read(place - begin).rfind(b"\n")
-        if found >= 0:
-            return begin + found + 1
-        place = begin
+        newline = file.read(offset - begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
+        offset = begin
     return 0
 
 
@@ -159,7 +159,7 @@ def read_line(text: bytes) -> dict[str, Any] | None:
     """
     try:
         fields = json.loads(text.decode()).items()
-        checked = {key: _checked(key, value) for key, value in fields if value is not None}
+        checked = {key: _field_value(key, value) for key, value in fields if value is not None}
         line = {key: value for key, value in checked.items() if value is not None}
         if b"\\u" in text:  # raise an error for half of a surrogate pair: UTF-8 cannot encode it
             json.dumps(line, ensure_ascii=False).encode()
@@ -168,16 +168,16 @@ def read_line(text: bytes) -> dict[str, Any] | None:
     return line if line.keys() >= {"event", "step", "time"} else None
 
 
-def _checked(key: str, value: Any) -> Any:
+def _field_value(key: str, value: Any) -> Any:
     """Check the type of a field and return its value. A text such as "NaN" becomes a number.
 
     Return None for a time, size or share (a "measure" in _KINDS) that is not finite. Raises
     ValueError for a wrong type.
     """
-    kind = _kind(key)
+    kind = _kind_of_field(key)
     if isinstance(value, str) and value in NOT_FINITE and kind != "text":
         value = float(value)
-    if not _fits(kind, value):
+    if not _is_valid(kind, value):
         raise ValueError(key)
     if kind == "measure" and not -LARGEST_MEASURE < value < LARGEST_MEASURE:
         return None
@@ -186,7 +186,7 @@ def _checked(key: str, value: Any) -> Any:
     return value
 
 
-def _fits(kind: str, value: Any) -> bool:
+def _is_valid(kind: str, value: Any) -> bool:
     if kind == "text":
         return isinstance(value, str) and value.isprintable()
     if kind == "rows":
@@ -203,7 +203,7 @@ def _is_number(value: Any) -> bool:
 
 
 @lru_cache(maxsize=1000)
-def _kind(key: str) -> str:
+def _kind_of_field(key: str) -> str:
     if not key.isprintable():
         raise ValueError(key)
     return next(kind for kind, keys in _KINDS.items() if re.fullmatch(keys, key))

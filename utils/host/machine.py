@@ -40,12 +40,12 @@ def memory_room_bytes(root: Path = Path("/")) -> int:
     Slurm limits the memory of a step, job and user by control groups. Files in /dev/shm count as
     used. Cached file pages that the kernel can drop count as free. `root` is for tests.
     """
-    rooms = [1024.0 * _numbers(root / "proc/meminfo")["MemAvailable:"]]
+    rooms = [1024.0 * _read_counts(root / "proc/meminfo")["MemAvailable:"]]
     for version, groups in _memory_groups(root):
         names = ("memory.max", "memory.current", "inactive_file")
         if version == 1:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        rooms += [_room(group, *names) for group in groups]
+        rooms += [_free_bytes(group, *names) for group in groups]
     return int(max(0, min(rooms)))
 
 
@@ -58,8 +58,8 @@ def memory_kills(root: Path = Path("/")) -> int:
     for version, groups in _memory_groups(root):
         name = "memory.events" if version == 2 else "memory.oom_control"
         if counting := [group / name for group in groups if (group / name).is_file()]:
-            return _numbers(counting[0]).get("oom_kill", 0)
-    return _numbers(root / "proc/vmstat").get("oom_kill", 0)
+            return _read_counts(counting[0]).get("oom_kill", 0)
+    return _read_counts(root / "proc/vmstat").get("oom_kill", 0)
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[int, list[Path]]]:
@@ -76,16 +76,16 @@ def _memory_groups(root: Path) -> Iterator[tuple[int, list[Path]]]:
             yield 1 if mount else 2, [group, *group.parents]
 
 
-def _room(group: Path, limit: str, usage: str, droppable: str) -> float:
+def _free_bytes(group: Path, limit: str, usage: str, droppable: str) -> float:
     if not (group / limit).is_file():
         return float("inf")  # the root group, or a path that is not visible in this container
     allowed = (group / limit).read_text(encoding="utf-8").strip()
     used = int((group / usage).read_text(encoding="utf-8"))
-    statistics = _numbers(group / "memory.stat")
+    statistics = _read_counts(group / "memory.stat")
     return float(allowed.replace("max", "inf")) - used + statistics.get(droppable, 0)
 
 
-def _numbers(path: Path) -> dict[str, int]:
+def _read_counts(path: Path) -> dict[str, int]:
     """Return {name: number} from a kernel file with a name and a number per line; {} if missing."""
     if not path.is_file():
         return {}

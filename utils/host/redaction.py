@@ -83,7 +83,7 @@ def _read_private(path: Path) -> str:
 
 def redact(text: str) -> str:
     """Replace values of secret variables and words that look like tokens by *** in a text."""
-    return _masked(text, _secret_forms(_secrets()))
+    return _mask(text, _secret_forms(_secrets()))
 
 
 def redacted(value: Any) -> Any:
@@ -95,7 +95,7 @@ def redacted(value: Any) -> Any:
 
     def mask(part: Any) -> Any:
         if isinstance(part, str):
-            return _masked(part, forms)
+            return _mask(part, forms)
         if isinstance(part, Mapping):
             return {mask(key): mask(each) for key, each in part.items()}
         return [mask(each) for each in part] if isinstance(part, (list, tuple)) else part
@@ -131,13 +131,13 @@ def _secret_forms(secrets: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted(forms, key=len, reverse=True))
 
 
-def _masked(text: str, forms: tuple[str, ...]) -> str:
+def _mask(text: str, forms: tuple[str, ...]) -> str:
     for form in forms:
         text = text.replace(form, MASK)
     return _FORMS.sub(MASK, text)
 
 
-def _in_yaml(text: str) -> str:
+def _escape_yaml(text: str) -> str:
     try:
         import yaml
     except ModuleNotFoundError:  # then nothing writes YAML
@@ -153,7 +153,7 @@ _ESCAPES: tuple[Callable[[str], str], ...] = (
     lambda text: repr(text + "'" + '"')[1:-4],
     lambda text: ascii(text)[1:-1],
     lambda text: text.replace("'", "''"),
-    _in_yaml,
+    _escape_yaml,
     lambda text: html.escape(text, quote=False),
     html.escape,
     lambda text: html.escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;"),

@@ -41,8 +41,8 @@ NAMELESS = "a process that left no name"
 RESTART_IN_JOB = "STOKER_RESTART_IN_JOB"  # restarts since Slurm started the job
 BY_USER = "interrupted by the user (Ctrl-C)"  # the error of a process that Ctrl-C ended
 
-_held: dict[Path, "RunLock"] = {}
-_silent: list["RunOwner"] = []  # owners that gave no heartbeat while this process waited
+_locks: dict[Path, "RunLock"] = {}
+_silent_owners: list["RunOwner"] = []  # owners that gave no heartbeat while this process waited
 
 
 def take_run_lock(output_dir: Path) -> None:
@@ -53,7 +53,7 @@ def take_run_lock(output_dir: Path) -> None:
     heartbeat comes. Raises OSError.
     """
     leave_run_lock(output_dir)  # this process may still hold the lock of an earlier run
-    _held[output_dir.resolve()] = RunLock(output_dir)
+    _locks[output_dir.resolve()] = RunLock(output_dir)
     atexit.register(leave_run_lock, output_dir)
 
 
@@ -64,15 +64,15 @@ def refuse_if_in_use(output_dir: Path) -> None:
     less than WATCH_S / 2 seconds old.
     """
     owner = next(run_owners(output_dir), None)
-    if owner is None or output_dir.resolve() in _held:
+    if owner is None or output_dir.resolve() in _locks:
         return
     if owner.alive and owner.age_s < WATCH_S / 2 and not _is_gone(owner):
-        _wait_for_the_last_owner(output_dir)
+        _wait_for_last_owner(output_dir)
 
 
 def leave_run_lock(output_dir: Path) -> None:
     """Release the run lock if this process holds it. Raises nothing."""
-    if lock := _held.pop(output_dir.resolve(), None):
+    if lock := _locks.pop(output_dir.resolve(), None):
         lock.stop.set()
         lock.thread.join(timeout=BEAT_S)
         with contextlib.suppress(OSError):
@@ -85,25 +85,25 @@ def note_error(error: str) -> None:
 
     The lock's next heartbeat or `leave_run_lock` writes this error into the owner file.
     """
-    for lock in _held.values():
+    for lock in _locks.values():
         lock.error = redact(error)[:LONGEST_ERROR]
 
 
 def note_phase(phase: str) -> None:
     """Begin a phase such as "training". The lock's next heartbeat writes it to the owner file."""
-    for lock in _held.values():
+    for lock in _locks.values():
         lock.phases.begin(phase)
 
 
 def note_energy(kwh: float) -> None:
     """Store the training energy in kWh. The lock's next heartbeat writes it to the owner file."""
-    for lock in _held.values():
+    for lock in _locks.values():
         lock.kwh = kwh
 
 
 def note_hang(silent_s: float) -> None:
     """Write into the owner file that the last `silent_s` seconds were a hang. Raises OSError."""
-    for lock in _held.values():
+    for lock in _locks.values():
         lock.phases.take_hang(silent_s)
         if lock.new_owner() is None:
             lock.write()
@@ -111,7 +111,7 @@ def note_hang(silent_s: float) -> None:
 
 def held_runs() -> dict[Path, str]:
     """Return {run directory that this process has locked: error from `note_error`, or ""}."""
-    return {path: lock.error or "" for path, lock in _held.items()}
+    return {path: lock.error or "" for path, lock in _locks.items()}
 
 
 def taken_over(output_dir: Path) -> str | None:
@@ -120,19 +120,19 @@ def taken_over(output_dir: Path) -> str | None:
     A process that was suspended for longer than WATCH_S may lose the lock. Call this before writing
     files that other jobs rely on. Raises OSError.
     """
-    lock = _held.get(output_dir.resolve())
+    lock = _locks.get(output_dir.resolve())
     return lock.new_owner() if lock else None
 
 
 def known_loss(output_dir: Path) -> str | None:
     """Return the message of `taken_over` as of the last heartbeat, without reading a file."""
-    lock = _held.get(output_dir.resolve())
+    lock = _locks.get(output_dir.resolve())
     return lock.lost if lock else None
 
 
 def wait_until_left(output_dir: Path) -> None:
     """Wait until the owner releases the run lock or gives no heartbeat for WATCH_S seconds."""
-    for _, owner in _changes(output_dir / FOLDER):
+    for _, owner in _owner_changes(output_dir / FOLDER):
         if owner and owner.left:
             return
 
@@ -216,7 +216,7 @@ class RunOwner:
 def run_owners(output_dir: Path) -> Iterator[RunOwner]:
     """Yield the processes that held the run lock, newest first. Damaged owner files are skipped."""
     replaced = False
-    for number in sorted(_numbers(output_dir / FOLDER), reverse=True):
+    for number in sorted(_owner_numbers(output_dir / FOLDER), reverse=True):
         with contextlib.suppress(OSError):
             if owner := _read_owner(output_dir / FOLDER, number):
                 yield replace(owner, replaced=replaced)
@@ -235,7 +235,7 @@ class RunLock:
             "machine": _machine(),
             "pid": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID"),
-            **dict(zip(("restart_count", "restart_in_job"), _start_of_job(), strict=True)),
+            **dict(zip(("restart_count", "restart_in_job"), _restart_counts(), strict=True)),
             "since": datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="seconds"),
         }
         self.beats = 0
@@ -245,7 +245,7 @@ class RunLock:
         self.phases = PhaseTimes("starting")
         self.folder.mkdir(exist_ok=True)
         while True:
-            self.path = self.folder / f"owner-{_wait_for_the_last_owner(output_dir) + 1}"
+            self.path = self.folder / f"owner-{_wait_for_last_owner(output_dir) + 1}"
             with contextlib.suppress(FileExistsError):  # another new job was faster
                 self.write(os.O_CREAT | os.O_EXCL)
                 break
@@ -255,7 +255,7 @@ class RunLock:
 
     def new_owner(self) -> str | None:
         """Return a message on the process that took the lock; None if this process owns it."""
-        number, owner = _newest(self.folder)
+        number, owner = _newest_owner(self.folder)
         if owner is None and self.path.name == f"owner-{number}":
             return None  # the file of this process is damaged: the next heartbeat rewrites it
         if owner and owner.token == self.token:
@@ -293,14 +293,14 @@ class RunLock:
             file.write((json.dumps(content).ljust(SIZE - 1) + "\n").encode())
 
 
-def _wait_for_the_last_owner(output_dir: Path) -> int:
+def _wait_for_last_owner(output_dir: Path) -> int:
     """Wait until the last owner ends, or until WATCH_S seconds pass without a heartbeat.
 
     Return the number of the last owner's file, or 0 if the directory never had an owner. Raises
     ConfigurationError if the owner gives a heartbeat.
     """
     folder = output_dir / FOLDER
-    number, owner = _newest(folder)
+    number, owner = _newest_owner(folder)
     if number == 0 or (owner and owner.left):
         return number
     if owner is None or not _is_gone(owner):
@@ -310,7 +310,7 @@ def _wait_for_the_last_owner(output_dir: Path) -> int:
             output_dir, owner or NAMELESS, WATCH_S, last,
         )  # fmt: skip
         seen: RunOwner | None = None
-        for number, owner in _changes(folder):
+        for number, owner in _owner_changes(folder):
             if owner and owner.left:
                 return number
             # A file that was unreadable once and then has the same content is no heartbeat.
@@ -321,7 +321,7 @@ def _wait_for_the_last_owner(output_dir: Path) -> int:
                     f"{output_dir / 'STOP'}), or name another --output_dir."
                 )
             seen = seen or owner
-        _silent.extend([owner] if owner else [])
+        _silent_owners.extend([owner] if owner else [])
     logger.warning("%s: its last owner is gone (%s)", output_dir, owner or NAMELESS)
     return number
 
@@ -329,12 +329,12 @@ def _wait_for_the_last_owner(output_dir: Path) -> int:
 def _is_gone(last: RunOwner) -> bool:
     # Slurm and slurm/training_job.sh restart ranks only after all old processes of the job ended.
     job = os.environ.get("SLURM_JOB_ID")
-    silent = last in _silent  # False after a new heartbeat, because it changes `last.beats`
-    earlier = job is not None and last.job == job and last.start_of_job < _start_of_job()
+    silent = last in _silent_owners  # False after a new heartbeat, because it changes `last.beats`
+    earlier = job is not None and last.job == job and last.start_of_job < _restart_counts()
     return silent or last.gone or earlier
 
 
-def _start_of_job() -> tuple[int, int]:
+def _restart_counts() -> tuple[int, int]:
     """Return (number of restarts by Slurm, number of restarts inside the job since then)."""
     names = "SLURM_RESTART_COUNT", RESTART_IN_JOB
     by_slurm, in_job = (int(os.environ.get(name) or 0) for name in names)
@@ -347,27 +347,27 @@ def _machine() -> str:
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
-def _changes(folder: Path) -> Iterator[tuple[int, RunOwner | None]]:
-    """Yield `_newest(folder)` now and at each change. End WATCH_S after the last change."""
+def _owner_changes(folder: Path) -> Iterator[tuple[int, RunOwner | None]]:
+    """Yield `_newest_owner(folder)` now and at each change. End WATCH_S after the last change."""
     newest, until = None, math.inf
     while time.monotonic() < until:
-        found = _newest(folder)
+        found = _newest_owner(folder)
         if found != newest:
             newest, until = found, time.monotonic() + WATCH_S
             yield found
         time.sleep(LOOK_S)
 
 
-def _newest(folder: Path) -> tuple[int, RunOwner | None]:
+def _newest_owner(folder: Path) -> tuple[int, RunOwner | None]:
     """Return the highest number of an owner file (0: no file) and its owner (None: damaged)."""
-    number = max(_numbers(folder), default=0)
+    number = max(_owner_numbers(folder), default=0)
     try:
         return number, _read_owner(folder, number)
     except (FileNotFoundError, IsADirectoryError):
         return number, None
 
 
-def _numbers(folder: Path) -> list[int]:
+def _owner_numbers(folder: Path) -> list[int]:
     # List the folder instead of testing names: NFS may cache for a while that a name is missing.
     names = [path.name.removeprefix("owner-") for path in folder.glob("owner-*")]
     return [int(name) for name in names if name.isdecimal()]
@@ -378,11 +378,11 @@ def _read_owner(folder: Path, number: int) -> RunOwner | None:
     text, beat = path.read_bytes(), path.stat().st_mtime
     try:
         content = json.loads(text)
-        given = content["owner"]
+        fields = content["owner"]
         owner = RunOwner(
-            number, given.get("token") or "", given["host"], given["machine"], given["pid"],
-            given["job"], given.get("restart_count") or 0, given.get("restart_in_job") or 0,
-            datetime.datetime.fromisoformat(given["since"]).timestamp(), content["beat"],
+            number, fields.get("token") or "", fields["host"], fields["machine"], fields["pid"],
+            fields["job"], fields.get("restart_count") or 0, fields.get("restart_in_job") or 0,
+            datetime.datetime.fromisoformat(fields["since"]).timestamp(), content["beat"],
             content["left"], content.get("error"), content.get("phase") or "", beat,
             spent=valid_numbers(content.get("spent")), saved=valid_numbers(content.get("saved")),
             kwh=valid_numbers(content).get("kwh"),

@@ -74,7 +74,7 @@ def spikes_in(lines: Iterable[Mapping[str, Any]], name: str = "loss") -> list[Sp
         value, step, begin = line.get(name), line["step"], end + 1
         if not isinstance(value, int | float):
             continue
-        before, score = _judged(value, window)
+        before, score = _median_and_score(value, window)
         if score > DEVIATIONS:
             spike = Spike(name, begin, step, step, value, before, score, line.get("grad_norm"))
             if follows:
@@ -88,7 +88,7 @@ def spikes_in(lines: Iterable[Mapping[str, Any]], name: str = "loss") -> list[Sp
     return found
 
 
-def _judged(value: float, window: Collection[float]) -> tuple[float, float]:
+def _median_and_score(value: float, window: Collection[float]) -> tuple[float, float]:
     """Return the median of `window`, and how many deviations `value` is above this median.
 
     window: the earlier values. The result is (NaN, 0) if it has fewer than SHORTEST values.

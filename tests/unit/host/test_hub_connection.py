@@ -18,7 +18,7 @@ def at(monkeypatch, tmp_path):
 
     def settled(url: str) -> None:
         hub.hub_fault.cache_clear()
-        hub._gave_up.clear()
+        hub._offline_after_test.clear()
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", url)
@@ -26,7 +26,7 @@ def at(monkeypatch, tmp_path):
 
     yield settled
     hub.hub_fault.cache_clear()
-    hub._gave_up.clear()
+    hub._offline_after_test.clear()
 
 
 @pytest.fixture

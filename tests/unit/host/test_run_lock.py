@@ -54,11 +54,11 @@ def _quick(monkeypatch, caplog):
     monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
     monkeypatch.setattr(run_lock, "WATCH_S", 60)  # long enough for a heartbeat on a slow machine
     monkeypatch.setattr(run_lock, "LOOK_S", 0.02)
-    monkeypatch.setattr(run_lock, "_silent", [])
+    monkeypatch.setattr(run_lock, "_silent_owners", [])
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     yield
-    for output_dir in list(run_lock._held):
+    for output_dir in list(run_lock._locks):
         leave_run_lock(output_dir)
 
 
@@ -212,7 +212,7 @@ def test_others_wait_while_the_owner_lives(tmp_path):
     take_run_lock(tmp_path)
     waiting = threading.Thread(target=run_lock.wait_until_left, args=[tmp_path], daemon=True)
     waiting.start()
-    lock = run_lock._held[tmp_path]
+    lock = run_lock._locks[tmp_path]
     wait_for(lambda: lock.beats > 5)
     assert waiting.is_alive()
     leave_run_lock(tmp_path)
@@ -244,12 +244,12 @@ from utils.config.errors import ConfigurationError
 run_lock.BEAT_S, run_lock.WATCH_S, run_lock.LOOK_S = 0.05, 20.0, 0.001
 output_dir, log = pathlib.Path(sys.argv[1]), open(sys.argv[2], "a", buffering=1)
 inside, pid = output_dir / "inside", str(os.getpid())
-wait = run_lock._wait_for_the_last_owner
+wait = run_lock._wait_for_last_owner
 def act_late(output_dir):
     number = wait(output_dir)
     time.sleep(random.choice([0, 0, 0.01, 0.1]) * random.random())
     return number
-run_lock._wait_for_the_last_owner = act_late
+run_lock._wait_for_last_owner = act_late
 print("ready", flush=True)
 while True:
     try:
