@@ -34,10 +34,10 @@ class Stateful(Protocol):
     """An object of the trainer that stores values in each checkpoint and restores them later."""
 
     def state(self) -> dict[str, Any]:
-        """Return {unique key: JSON value} to store in a checkpoint; collective over ranks."""
+        """Return {unique key: JSON value} to store in a checkpoint. All ranks must call this."""
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore this object's values from `saved`: all objects' values, or {} in a new run."""
+        """Restore this object's values from a checkpoint's values (`saved`), {} in a new run."""
 
 
 class DataEpochs(TrainerCallback):
@@ -64,13 +64,13 @@ class DataEpochs(TrainerCallback):
 
 
 class OwnCallbacks:
-    """The user's callbacks (--callbacks). Checkpoints store those derived from ExportableState."""
+    """The user's callbacks (--callbacks). Checkpoints store the state of each ExportableState."""
 
     def __init__(self, entries: Sequence[str]):
         self.made = {entry: callback_class(entry)() for entry in entries}
 
     def state(self) -> dict[str, Any]:
-        """Return {"own_callbacks": {name in --callbacks: attributes}}, {} if none exports state.
+        """Return {"own_callbacks": {name in --callbacks: attributes}}, or {} without any state.
 
         A checkpoint stores the attributes of rank 0's callbacks. Raises ConfigurationError if a
         callback's state has values that are not JSON.
@@ -93,10 +93,7 @@ class OwnCallbacks:
 
 
 def _check_json(name: str, value: Any) -> None:
-    """Raise ConfigurationError if a value cannot be stored as JSON. The error names the key.
-
-    `name`: the value's name in the error
-    """
+    """Raise ConfigurationError, with the path of the key, if a value cannot be stored as JSON."""
     try:
         json.dumps(value, sort_keys=True)
     except (TypeError, ValueError) as error:
@@ -150,7 +147,7 @@ class Callbacks:
         return [callback for callback in order if callback is not None]
 
     def metrics(self) -> dict[str, float]:
-        """Return {name: value} of the metrics to add to a training log; collective over ranks."""
+        """Return metrics to add to a training log, {name: value}. All ranks must call this."""
         figures = self.throughput.metrics() | self.mixture.metrics() | self.memory.metrics()
         if self.balance is not None:
             figures |= self.balance.metrics()

@@ -53,7 +53,7 @@ def _new_vectors(adapters: Any, model: Any, new: list[int]) -> dict[str, list[in
     """Return {module name of embedding or head: ids of new tokens}, the rows that PEFT trains.
 
     Modules in LoRA's modules_to_save are left out, because PEFT trains all of their rows. A head
-    that is tied to the embedding is left out.
+    that is tied to the embedding is left out as well.
     """
     layers = [model.get_input_embeddings()]
     if model.get_output_embeddings().weight is not layers[0].weight:  # it is not tied

@@ -34,7 +34,7 @@ def rank_share(sums: list[float], args: TrainingArguments) -> float:
 
 
 class SourceLosses:
-    """A counter of losses by source of a data mixture, which returns the metrics `loss/NAME`.
+    """Sums of losses by source of a data mixture. They give the metrics `loss/NAME`.
 
     `loss/NAME` is the mean loss per token of the source NAME since the last training log. Apart
     from rounding, the mean does not depend on the number of ranks or the micro-batch size.
@@ -46,19 +46,19 @@ class SourceLosses:
         self.totals = torch.zeros(shape, dtype=torch.float64, device=args.device)
 
     def add(self, outputs: Any) -> None:
-        """Add a micro-batch's loss sums and loss tokens by source. `outputs`: its LossOutput."""
+        """Add a micro-batch's loss sums and loss tokens, from its LossOutput (`outputs`)."""
         self.totals += outputs.by_source
 
     def state(self) -> dict[str, Any]:
         """Return {"unlogged_source_losses": a list with one dict per rank} for a checkpoint.
 
-        A rank's dict is {source: [loss sum, loss tokens]}. Collective over ranks.
+        A rank's dict is {source: [loss sum, loss tokens]}. All ranks must call this.
         """
         own = dict(zip(self.names, self.totals.T.tolist(), strict=True))
         return {UNLOGGED_BY_SOURCE: gathered(own)}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore this rank's loss sums; rank 0 gets all sums if the ranks have changed."""
+        """Restore this rank's loss sums. With a new number of ranks, rank 0 restores all sums."""
         by_rank = saved.get(UNLOGGED_BY_SOURCE, [])
         same = len(by_rank) == self.args.world_size
         for rank, sums in enumerate(by_rank):
@@ -68,7 +68,7 @@ class SourceLosses:
                 self.totals += torch.tensor(own, dtype=torch.float64).T.to(self.totals.device)
 
     def metrics(self) -> dict[str, float]:
-        """Return {"loss/NAME": mean loss since the last log}; collective over ranks.
+        """Return {"loss/NAME": mean loss since the last log}. All ranks must call this.
 
         Sources without a loss token since the last log are left out.
         """
@@ -90,26 +90,26 @@ class ExpertBalance:
         self.term, self.args, self.context_parallel = term, args, context_parallel
         self.tokens: torch.Tensor | None = None  # in the global batch
         self.counted: torch.Tensor | None = None  # assignments of the global batch, if counted
-        self.total: torch.Tensor | float = 0.0  # this rank's sum over the steps not logged yet
+        self.total: torch.Tensor | float = 0.0  # this rank's sum since the last log
         self.steps = 0
 
     def state(self) -> dict[str, Any]:
-        """Return {"unlogged_aux_loss": [loss sums, steps]} for a checkpoint; {} if all are logged.
+        """Return {"unlogged_aux_loss": [loss sums, steps]}, or {} if all steps are logged.
 
-        The loss sums are a list with the sum of each rank, over the steps since the last log.
-        Collective over ranks.
+        The loss sums are a list with the sum of each rank, over the steps since the last log. All
+        ranks must call this.
         """
         return {UNLOGGED_BALANCE: [gathered(float(self.total)), self.steps]} if self.steps else {}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore this rank's loss sum and the number of steps since the log before the save."""
+        """Restore this rank's loss sum, and the number of steps without a log before the save."""
         sums, self.steps = saved.get(UNLOGGED_BALANCE, ([0.0], 0))
         self.total = rank_share(sums, self.args)
 
     def begin_step(
         self, batches: Sequence[Batch], count_assignments: Callable[[Batch], torch.Tensor]
     ) -> None:
-        """Count the tokens of a step's global batch; collective over ranks.
+        """Count the tokens of a step's global batch. All ranks must call this.
 
         If the step has several micro-batches, also count the tokens that each expert gets.
         count_assignments: returns these counts for one micro-batch, (experts,)
@@ -124,7 +124,7 @@ class ExpertBalance:
             self.counted = reduce(own, reduction="sum")
 
     def weighted(self, outputs: Any) -> torch.Tensor:
-        """Return the load-balancing loss to add to a micro-batch's loss; collective over ranks.
+        """Return the load-balancing loss to add to a micro-batch's loss. All ranks must call this.
 
         The result includes the loss's coefficient. The result is multiplied by the number of ranks,
         because DDP averages gradients over ranks.
@@ -139,7 +139,10 @@ class ExpertBalance:
         return self.term.coefficient * part
 
     def metrics(self) -> dict[str, float]:
-        """Return {"aux_loss": mean since the last log}, or {} if no step was done; collective."""
+        """Return {"aux_loss": mean since the last log}, or {} if no step was done.
+
+        All ranks must call this.
+        """
         if not self.steps:
             return {}
         sums, steps = gathered(float(self.total)), self.steps
@@ -148,9 +151,9 @@ class ExpertBalance:
 
 
 def mean_loss(state: TrainerState, unlogged: torch.Tensor) -> float:
-    """Return the mean loss of all steps of the run, including steps before a resume; collective.
+    """Return the mean loss of all steps of the run, including steps before a resume.
 
-    `unlogged`: this rank's loss sum over the steps since the last log
+    unlogged: this rank's loss sum over the steps since the last log. All ranks must call this.
     """
     total, counted = 0.0, 0.0
     for entry in state.log_history:
@@ -183,7 +186,7 @@ class EvaluationTotals:
     def figures(self, prefix: str) -> dict[str, float]:
         """Return the split's PREFIX_loss, PREFIX_perplexity, PREFIX_accuracy and PREFIX_tokens.
 
-        Loss, perplexity and accuracy are NaN without loss tokens. Collective over ranks.
+        Loss, perplexity and accuracy are NaN without loss tokens. All ranks must call this.
         """
         loss_sum, tokens, hits = reduce(self.totals, reduction="sum").tolist()
         if not tokens:

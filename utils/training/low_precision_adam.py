@@ -9,9 +9,11 @@ Optimizers with 4-bit States", arXiv 2309.01507, section 4.1).
 
 Each tensor is viewed as (rows, unit). A row has `unit` elements: a block of 8-bit codes, or a
 single element. `update` does AdamW's step for some rows, by torch's fused kernel or a compiled
-formula. Random rounding uses one table of random integers (words) for all weights. Each weight is
-divided into periods, and a period has as many elements as the table. The noise of a period is the
-table multiplied by a random number of this period and step (multiplier).
+formula.
+
+Random rounding uses one table of random integers (words) for all weights. Each weight is divided
+into periods. A period has as many elements as the table. Each period has a random number
+(multiplier) in each step. The noise of a period is the table times the multiplier.
 """
 
 import functools
@@ -32,19 +34,19 @@ from typing_extensions import override
 from utils.data.order import mix
 
 BLOCKS = range(256, 63, -1)  # sizes in elements; scales of smaller blocks would add more than 6 %
-FEWEST_ELEMENTS = 4096  # smaller tensors (norms, biases) are not kept in 8 bits, as in bitsandbytes
+FEWEST_ELEMENTS = 4096  # smaller tensors (norms, biases) do not get 8 bits, as in bitsandbytes
 SCALE = "_scale"  # suffix of the state with a moment's scales, one for each block of codes
 BITS_LOST = 20  # low bits of float32 that 8-bit codes drop; 3 bits of mantissa are left
 MANTISSA_BITS_LOST = 16  # low bits of float32 that bfloat16 drops
 # Length of a period in elements: after so many elements, the table of random words repeats.
 PERIODS = {"cpu": 2**15}  # a period with its temporary tensors stays in the cache
-PERIOD_ELSEWHERE = 2**22  # few kernel launches; temporary tensors of 16 MiB
+PERIOD_ELSEWHERE = 2**22  # few kernel launches, temporary tensors of 16 MiB
 _ONE = 0x3F800000 >> BITS_LOST  # the bits of 1.0 in float32 that 8-bit codes keep
 _LARGEST = {torch.int8: 127, torch.uint8: 255}
 _TINY = 1e-30  # least scale, so that a block of zeros can be divided by its scale
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FIRST_SCALES = MOMENTS[0] + SCALE  # torch's AdamW has no state of this name
-# Periods per compiled call. A call costs the host 0.1 ms, in which a GPU updates 2**25 elements.
+# Periods per compiled call. A GPU updates 2**25 elements while the host makes a call (0.1 ms).
 COMPILED_PERIODS = 8
 KINDS_COMPILED = 64  # limit on compiled variants of the step; torch's default is eight
 # Tensors by name: weight, gradient, moments, and the scales of moments in 8 bits.
@@ -136,11 +138,12 @@ class LowPrecisionAdamW(AdamW):
                 update(part, formula, its_words, table[:, span.period], rounding)
 
     def _cut_into_spans(self) -> None:
-        """Set `spans`, the rows of a weight that one `update` call processes, and `keys`.
+        """Set `spans` and `keys`.
 
-        `keys` has for each period (see the module) the index of the weight, and the index of the
-        period's first element in the unsharded tensor. Both determine the period's random rounding,
-        so the rounding does not depend on how the rows are sharded.
+        A span has the rows of a weight that one `update` call processes. `keys` has two numbers for
+        each period (see the module): the index of the weight, and the index of the period's first
+        element in the unsharded weight. Both numbers determine the period's random rounding, so the
+        rounding does not depend on the sharding.
         """
         keys: list[tuple[int, int]] = []  # by period: index of the weight, first element
         for index, weight in enumerate(self._weights()):
@@ -191,9 +194,9 @@ def update(
 ) -> None:
     """Do AdamW's step for some rows of a weight (`part`): call `formula`, round and store results.
 
-    `part` has tensors (rows, unit), and scales (rows,). words: random integers (rows, unit).
-    factors: multipliers of `words`, one for each moment and one for the weight. Moments are rounded
-    at random, and the weight only if `rounding` is true.
+    `part` has tensors of shape (rows, unit), and scales of shape (rows,). words: random integers
+    (rows, unit). factors: multipliers of `words`, one for each moment and one for the weight.
+    Moments are rounded at random. The weight is rounded at random only if `rounding` is true.
     """
     moments = (moment(part, name) for name in MOMENTS)
     values = formula(part["weight"].float(), part["gradient"].float(), *moments)
@@ -207,7 +210,7 @@ def _update_periods(
 ) -> None:
     """Call `update` for rows from one or more periods; torch compiles this function.
 
-    start: the first row's period, and the row's index in this period. table: all multipliers
+    start: the period of the first row, and the row's index in this period. table: all multipliers
     """
     at = start[1] + torch.arange(len(part["weight"]), device=start.device)
     factors = table[:, start[0] + at // len(words)].unsqueeze(-1)
@@ -218,7 +221,7 @@ def _update_periods(
 def _fused_formula(group: Group, taken: Tensor, *values: Tensor) -> Values:
     """Do torch's AdamW step in place; return both moments and the weight.
 
-    taken: the number of this step; the first is 1. values: weight, gradient and both moments
+    taken: the number of this step, counted from 1. values: weight, gradient and both moments
     """
     weight, gradient, first, second = values
     beta1, beta2 = group["betas"]
@@ -245,9 +248,8 @@ def step_numbers(group: Group, steps: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return for each weight of a group the `numbers` of `_plain_formula`, (8,) float32.
 
     `steps` has each weight's number of steps, including this step. The bias corrections are
-    computed on the device, in float64 as in torch. The numbers of a weight are a view of one
-    tensor. A weight has eight numbers, so that each view is aligned to 16 bytes. torch would copy
-    unaligned views at each call.
+    computed on the device, in float64 as in torch. Each result is a view of one tensor. With eight
+    numbers, each view is aligned to 16 bytes. torch would copy unaligned views at each call.
     """
     taken = torch.stack(list(steps)).double()
     (beta1, beta2), lr = group["betas"], group["lr"]
@@ -272,8 +274,8 @@ def compiled_update(
 ) -> Callable[..., None]:
     """Return `_update_periods`, compiled for tensors of these names and types.
 
-    The function is compiled on artificial tensors. From a real weight torch would assume accidental
-    properties, such as equal sizes, and compile again for other weights.
+    The function is compiled on dummy tensors. A real weight may have two equal sizes. torch would
+    take them for always equal, and would compile again for other weights.
     """
     compiled = torch.compile(_update_periods, dynamic=True)
     device, shape = words.device, (len(words) + 7, words.shape[1])
@@ -290,7 +292,7 @@ def compiled_update(
 
 
 def _in_rows(tensors: State, unit: int) -> State:
-    """Return a weight's tensors, except the step count, as views (rows, unit), scales (rows,)."""
+    """Return a weight's tensors without the step count: views (rows, unit), scales (rows,)."""
     return {
         name: local_part(tensor).view(-1, *(() if name.endswith(SCALE) else (unit,)))
         for name, tensor in tensors.items()
@@ -299,7 +301,7 @@ def _in_rows(tensors: State, unit: int) -> State:
 
 
 def local_part(tensor: Any) -> Tensor:
-    """Return this rank's part of a tensor, without gradient, as a view of the same memory."""
+    """Return this rank's part of a tensor, as a detached view."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -313,10 +315,11 @@ def _first_element(weight: Tensor) -> int:
 
 
 def block_size(shape: Sequence[int]) -> int | None:
-    """Return the number of elements in a block of 8-bit codes, or None if the moments get no codes.
+    """Return the number of elements in a block of 8-bit codes. None means that codes are not used.
 
     The size is the largest from 256 down to 64 that divides the weight's last dimension, so that
-    sharding by rows splits no block. Small tensors and tensors of one dimension get no codes.
+    sharding by rows splits no block. Small tensors and one-dimensional tensors are not stored as
+    codes.
     """
     if len(shape) < 2 or math.prod(shape) < FEWEST_ELEMENTS:
         return None
@@ -324,7 +327,7 @@ def block_size(shape: Sequence[int]) -> int | None:
 
 
 def moment(part: State, name: str) -> Tensor:
-    """Return a moment in float32. The result is the stored tensor itself if that is float32."""
+    """Return a moment as float32. A moment stored as float32 is not copied."""
     kept, scales = part[name], part.get(name + SCALE)
     if scales is None:
         return kept.float()
@@ -357,7 +360,8 @@ def _encode(values: Tensor, codes: Tensor, scales: Tensor, added: Tensor | int) 
     """Store float32 `values` (blocks, block) as `codes` and `scales`; overwrites `values`.
 
     codes: int8 for signed values, else uint8. added: an integer to add to the float32 bits before
-    low bits are dropped. Noise rounds at random. Half of the dropped range rounds to nearest.
+    low bits are dropped. Random integers round at random. Half of the dropped range rounds to
+    nearest.
     """
     torch.amax(values.abs(), dim=-1, out=scales)  # vector_norm takes ten times as long
     scales.clamp_(min=_TINY)
@@ -371,9 +375,9 @@ def _encode(values: Tensor, codes: Tensor, scales: Tensor, added: Tensor | int) 
 
 @functools.cache
 def random_words(device: torch.device, unit: int) -> Tensor:
-    """Return the table of random words (rows, unit): an odd int32 for each element of a period.
+    """Return the table of random words: an odd int32 for each element of a period, (rows, unit).
 
-    The numbers are the same on every device, up to the length of the device's period.
+    All devices have the same numbers, up to the length of the device's period.
     """
     generator = torch.Generator().manual_seed(0)
     words = torch.empty(PERIODS.get(device.type, PERIOD_ELSEWHERE), dtype=torch.int32)
@@ -385,7 +389,7 @@ def random_words(device: torch.device, unit: int) -> Tensor:
 
 
 def multipliers(*keys: int | np.ndarray) -> np.ndarray:
-    """Return pseudo-random odd int32 numbers, hashes of the keys. Array keys broadcast."""
+    """Return pseudo-random odd int32 numbers: hashes of the keys. Array keys broadcast."""
     state = np.zeros(1, dtype=np.uint64)
     for key in keys:
         state = mix(state + np.asarray(key, dtype=np.uint64))

@@ -121,8 +121,8 @@ class MuonAdamW(AdamW):
     rows of a matrix, makes the matrix orthogonal and sends the rows back. Experts are sharded by
     expert, so each rank has complete matrices of its experts.
 
-    in_bf16: make matrices orthogonal in bfloat16, as torch.optim.Muon does; otherwise in the
-    weights' type
+    in_bf16: whether matrices are made orthogonal in bfloat16, as in torch.optim.Muon. False means
+    the weights' type.
     """
 
     def __init__(self, groups: Any, *, in_bf16: bool, **kwargs: Any):
@@ -172,10 +172,10 @@ def orthogonal(matrices: Tensor, iterations: int) -> Tensor:
 def orthogonal_rows(
     parts: Sequence[Tensor], weights: Sequence[nn.Parameter], iterations: int
 ) -> list[Tensor]:
-    """Make matrices orthogonal; return this rank's rows of each result. Collective over ranks.
+    """Make matrices orthogonal; return this rank's rows of each result. All ranks must call this.
 
-    parts: this rank's rows of each matrix. weights: the matrices' parameters, in a list from
-    `_together`. The list has a single weight whose rows are all on this rank, or sharded weights,
+    parts: this rank's rows of each matrix. weights: the matrices' parameters, one list from
+    `_together`. The list has a single weight with all rows on this rank, or it has sharded weights,
     at most one per rank.
     """
     group = _ranks_of(weights[0])
@@ -197,7 +197,7 @@ def orthogonal_rows(
 
 
 def _together(weights: Sequence[nn.Parameter]) -> list[Sequence[nn.Parameter]]:
-    """Divide weights into lists, one per call of `orthogonal_rows`; equal lists on every rank."""
+    """Divide weights into lists, one per call of `orthogonal_rows`. All ranks get equal lists."""
     divided = [weight for weight in weights if _ranks_of(weight) is not None]
     at_once = distributed.get_world_size(_ranks_of(divided[0])) if divided else 1
     lists = [divided[first : first + at_once] for first in range(0, len(divided), at_once)]
@@ -205,9 +205,9 @@ def _together(weights: Sequence[nn.Parameter]) -> list[Sequence[nn.Parameter]]:
 
 
 def _ranks_of(weight: Any) -> distributed.ProcessGroup | None:
-    """Return the group of ranks that divide the rows of a matrix; None if this rank has all rows.
+    """Return the process group that shards the rows of a matrix, or None without sharded rows.
 
-    Under HSDP this group is the ranks of one replica.
+    Under HSDP this group has the ranks of one replica.
     """
     if not isinstance(weight, DTensor) or weight.ndim > 2:
         return None

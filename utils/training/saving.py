@@ -83,7 +83,7 @@ class SavingTrainer(Trainer):
     ) -> None:
         """Log, evaluate and save if due. If a stop interrupts the evaluation, log and save only."""
         if self.state.global_step == self.callbacks.progress.first_step:
-            self.callbacks.own.state()  # raises now, and not at the first checkpoint
+            self.callbacks.own.state()  # raise errors now, not at the first checkpoint
         self.callbacks.guard.take_step(self.state.global_step - 1, grad_norm)
         try:
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, *others, **named)
@@ -105,12 +105,13 @@ class SavingTrainer(Trainer):
     ) -> dict[str, float]:
         """Evaluate; return the metrics. Raises NotFiniteError if an earlier step had a NaN or inf.
 
-        A save is requested if early stopping ends the run, and with save_best at a new best step.
+        A save is requested if early stopping ends the run. With save_best, a save is also requested
+        at a new best step.
 
         Trainer sets `skip_scheduler` for an evaluation before the first step. Early stopping and
-        the choice of the best step ignore the metrics of this evaluation, except in one case: a
-        stop prevented the evaluation of the step at which the run resumes. In this case no save is
-        requested, because the step has a checkpoint.
+        the choice of the best step ignore this evaluation, unless a stop had prevented the
+        evaluation of the resumed step. In this case the metrics count, but no save is requested,
+        because the step already has a checkpoint.
         """
         self.callbacks.progress.begin(Phase.EVALUATE, self.state.global_step)
         self.callbacks.guard.settle()
@@ -139,7 +140,7 @@ class SavingTrainer(Trainer):
 
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Check that weights are finite, then save a checkpoint and its manifest; collective."""
+        """Check that the weights are finite, then save a checkpoint. All ranks must call this."""
         state, checkpoints, step = self.state, self.checkpoints, self.state.global_step
         self.callbacks.progress.begin(Phase.SAVE, step)
         self.callbacks.guard.settle(model)
@@ -166,7 +167,7 @@ class SavingTrainer(Trainer):
         checkpoints.commit(step, tokens=sum(values["tokens"].values()))
 
     def _name_best_checkpoint(self) -> None:
-        """Set `state.best_model_checkpoint` to the best step's checkpoint, if this exists."""
+        """Set `state.best_model_checkpoint` to the best step's checkpoint, if it exists."""
         state, best = self.state, self.state.best_global_step
         if not best:
             return
@@ -191,7 +192,7 @@ class SavingTrainer(Trainer):
             )  # fmt: skip
 
     def _collect(self) -> dict[str, Any]:
-        """Return {name: JSON value} of Stoker's own values for a checkpoint; collective."""
+        """Return Stoker's values for a checkpoint, {name: JSON value}. All ranks must call this."""
         step = self.state.global_step
         loader: Any = self.callback_handler.train_dataloader
         loader.tokens_seen.count(step)
@@ -222,7 +223,7 @@ class SavingTrainer(Trainer):
             self._globalstep_last_logged -= saved["unlogged_steps"]
         for part in self.callbacks.stateful():
             part.restore(saved)
-        self.callbacks.own.state()  # raises if a checkpoint could not store it
+        self.callbacks.own.state()  # raises an error if a checkpoint could not store the state
 
     @override
     def _get_output_dir(self, trial: Any) -> str:
@@ -253,7 +254,7 @@ class SavingTrainer(Trainer):
         plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
         if self.is_fsdp_enabled and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
             # Under FSDP with sharded checkpoints Trainer saves no configuration and no tokenizer.
-            # A run could then resume only while the model that it began with still exists.
+            # The run could then not resume after its initial model is deleted.
             described: list[Any] = [bare.config, self.processing_class]
             if isinstance(bare, PreTrainedModel) and bare.can_generate():
                 described.append(bare.generation_config)
@@ -290,9 +291,10 @@ class SavingTrainer(Trainer):
 
     @override
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Load a checkpoint's weights. The model's own class reads config.json here.
+        """Load a checkpoint's weights.
 
-        Trainer's PreTrainedConfig refuses the config.json of some models.
+        The class of the model's configuration reads config.json here. Trainer would use
+        PreTrainedConfig, which refuses the config.json of some models.
         """
         model: Any = self.model
         with mock.patch("transformers.trainer.PreTrainedConfig", type(model.config)):
@@ -315,7 +317,7 @@ class SavingTrainer(Trainer):
 
     @override
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Raise ConfigurationError if the checkpoint lacks a tensor, which would stay random."""
+        """Raise ConfigurationError if the checkpoint lacks a tensor: its values would be random."""
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         missing = [name for name in load_result.missing_keys if name not in tied]
         if missing:

@@ -14,17 +14,18 @@ from typing_extensions import override
 from utils.kernels.ulysses import ContextGroup
 
 FOLDER = "ema"  # in a checkpoint; contains the averaged weights
-AVERAGED = "averaged_steps"  # key of our values in a checkpoint's trainer_state.json
+AVERAGED = "averaged_steps"  # key of the number of steps in a checkpoint's trainer_state.json
 
 logger = logging.getLogger(__name__)
 
 
 class AveragedWeights(TrainerCallback):
-    """The exponential moving average (EMA) of the trained weights, in float32, for final/.
+    """The exponential moving average (EMA) of the trained weights, in float32.
 
-    After step n the average moves by the fraction 1 - d towards the weights. d is the smaller of
-    `decay` and (1 + n) / (10 + n), so the first weights are soon forgotten. Under FSDP2 each rank
-    averages its shards. Any number of ranks can read the average in a checkpoint.
+    final/ gets the average instead of the weights. After step n, the average moves towards the
+    weights by the fraction 1 - d. d is the smaller of `decay` and (1 + n) / (10 + n), so the first
+    weights are soon forgotten. Under FSDP2 each rank averages its shards. Any number of ranks can
+    load the average from a checkpoint.
     """
 
     def __init__(self, decay: float, resume_from: str | None):
@@ -35,7 +36,7 @@ class AveragedWeights(TrainerCallback):
         self.steps = saved.get(AVERAGED, 0)
 
     def state(self) -> dict[str, Any]:
-        """Return {"averaged_steps": their number} for a checkpoint. `save` stores the average."""
+        """Return {"averaged_steps": count} for a checkpoint. `save` stores the average."""
         return {AVERAGED: self.steps}
 
     @override
@@ -61,12 +62,12 @@ class AveragedWeights(TrainerCallback):
                 average.lerp_(weight.float(), share)
 
     def save(self, directory: Path) -> None:
-        """Write the average into a checkpoint; collective over ranks."""
+        """Write the average into a checkpoint. All ranks must call this."""
         folder = str(directory / FOLDER)
         checkpoint.save({FOLDER: self.average}, checkpoint_id=folder, no_dist=not is_initialized())
 
     def load(self, directory: Path) -> None:
-        """Read the average from a checkpoint; collective over ranks.
+        """Read the average from a checkpoint. All ranks must call this.
 
         If the checkpoint has no average, the current average stays.
         """
@@ -109,8 +110,9 @@ class EmbeddingNoise:
     ) -> None:
         """Set the document length of each token in the next micro-batch, which has `tokens` tokens.
 
-        `cu_seq_lens`: the document boundaries. `context`: set with context parallelism, in which
-        this rank computes a slice of each of the micro-batch's sequences (`rows` of them).
+        cu_seq_lens: the document boundaries. context: the context-parallel group of this rank, or
+        None. In a group, this rank computes one slice of each sequence. rows: the number of
+        sequences.
         """
         lengths = cu_seq_lens.diff()
         self.lengths = lengths.repeat_interleave(lengths, output_size=tokens)

@@ -150,7 +150,7 @@ class PackedTrainer(SavingTrainer):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Batch], torch.Tensor]:
-        """Return a list of a step's micro-batches, and the step's loss tokens on all ranks.
+        """Return a list of a step's micro-batches, and the number of loss tokens on all ranks.
 
         If the global batch grows during the run, the list has one item: the list of the
         micro-batches. No GPU sync.
@@ -175,7 +175,7 @@ class PackedTrainer(SavingTrainer):
         If the global batch grows during the run, `inputs` is the list of a step's micro-batches,
         because Trainer supports only a fixed number of micro-batches. The result is then the sum of
         their losses. FSDP2 reduces the gradients over shards in each micro-batch (see
-        tune_strategy). HSDP sums gradients over its replicas only in a step's last micro-batch.
+        tune_strategy). HSDP sums gradients over replicas only in a step's last micro-batch.
         """
         *first, last = inputs if self.sampler.grows else [inputs]
         losses, shards = [], self.accelerator.is_fsdp2
@@ -203,10 +203,10 @@ class PackedTrainer(SavingTrainer):
     ) -> Any:  # fmt: skip
         """Return the summed loss of a micro-batch, divided by the loss tokens of the global batch.
 
-        `num_items_in_batch`: these loss tokens. Without loss tokens the loss is 0. Experts'
-        load-balancing loss is added. With `return_outputs`, the result is (loss, model outputs).
-        SFT also calls Trainer's method here. TRL's method would count the tokens of one sequence
-        and wait for the device.
+        num_items_in_batch: the number of these loss tokens. Without loss tokens the loss is 0. The
+        load-balancing loss of experts is added. With `return_outputs`, the result is (loss, model
+        outputs). FineTuneTrainer also uses Trainer's method here. TRL's method would count the
+        tokens of one sequence and wait for the device.
         """
         assert isinstance(num_items_in_batch, torch.Tensor), "see get_batch_samples"
         inputs, items = {**inputs, "use_cache": False}, num_items_in_batch.clamp(min=1)
@@ -244,7 +244,7 @@ class PackedTrainer(SavingTrainer):
     def evaluation_loop(  # type: ignore[override] # Trainer gives all but the loader by name
         self, dataloader: Any, metric_key_prefix: str = "eval", **others: Any
     ) -> EvalLoopOutput:
-        """Evaluate one split. Metrics are means over loss tokens; Trainer's are over batches."""
+        """Evaluate one split. The metrics are means over loss tokens, not over batches."""
         self._eval_totals = EvaluationTotals(self.args.device)
         split = metric_key_prefix.removeprefix("eval_")
         self.callbacks.progress.begin_split(split, len(dataloader))
@@ -256,7 +256,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate a split; without `eval_dataset` generate samples and evaluate every split."""
+        """Evaluate the split `eval_dataset`. None: generate samples, then evaluate all splits."""
         if eval_dataset is None:
             self.callbacks.progress.begin(Phase.EVALUATE, self.state.global_step)
             self.callbacks.samples.generate(self)
@@ -301,10 +301,10 @@ class PackedTrainer(SavingTrainer):
         super()._run_epoch(*args, **kwargs)
 
     def _try_longest(self, model: nn.Module) -> None:
-        """Run a forward and a backward pass on one micro-batch of padding; drop its gradients.
+        """Run a forward and a backward pass on one micro-batch of padding; drop the gradients.
 
-        The pass shows within seconds whether the longest micro-batch fits into memory. It also lets
-        DDP arrange its gradient buckets, so that a resumed run has the same buckets.
+        The pass shows within seconds whether the longest micro-batch fits into memory. The pass
+        also lets DDP arrange its gradient buckets, so that a resumed run has the same buckets.
         """
         padding = [PADDING_SEQUENCE] * self.args.per_device_train_batch_size
         longest = self.train_sequences.padded(to_longest=False)
@@ -317,7 +317,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log `logs`. Add callbacks' metrics to training logs, the mean loss to the last log."""
+        """Log `logs`. Training logs get the callbacks' metrics. The last log gets the mean loss."""
         if "loss" in logs:
             logs.update(self.callbacks.metrics())
         if "train_loss" in logs:

@@ -30,18 +30,18 @@ guard_loading("zero")
 from deepspeed.checkpoint import ds_to_universal
 ds_to_universal.main(ds_to_universal.parse_arguments())
 """
-# The converter's numbers of processes. An extracting process has one rank's complete file in
-# memory, a merging process one parameter.
+# Numbers of the converter's processes. An extracting process needs memory for one rank's complete
+# file, a merging process for one parameter.
 EXTRACTING, MERGING = 4, 8
 
 
 @contextlib.contextmanager
 def loadable_checkpoint(trainer: Trainer, checkpoint: str | None) -> Iterator[str | None]:
-    """Yield the path of a checkpoint that the current number of ranks can load (None for None).
+    """Yield a path from which the current number of ranks can load `checkpoint`.
 
     If another number of ranks wrote `checkpoint` under ZeRO, `checkpoint` is converted into a
-    temporary directory. Otherwise the result is `checkpoint` itself. Collective over ranks. Raises
-    StorageError on all ranks if the conversion fails.
+    temporary directory. Otherwise the result is `checkpoint` itself. None gives None. All ranks
+    must call this. Raises StorageError on all ranks if the conversion fails.
     """
     here = ranks = trainer.args.world_size
     if checkpoint is not None and trainer.is_deepspeed_enabled:
@@ -71,8 +71,10 @@ def repair_stage_3(optimizer: Any, universal: Path) -> None:
 
     `_load_universal_checkpoint_stage3` gives all parameter groups the settings of the first group,
     so that all parameters get weight decay. All parameters also share one step counter, which then
-    grows once per parameter. optimizer: torch's optimizer inside DeepSpeed's. universal: the
-    directory of the universal checkpoint
+    grows once per parameter.
+
+    optimizer: torch's optimizer inside DeepSpeed's optimizer. universal: the directory of the
+    universal checkpoint.
     """
     (state,) = universal.glob("global_step*/zero/optimizer_state.pt")
     loaded = torch.load(state, map_location="cpu", weights_only=True)
