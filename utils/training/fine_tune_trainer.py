@@ -27,7 +27,7 @@ class FineTuneTrainer(PackedTrainer, SFTTrainer):
     ):
         adapters: Any = get_peft_config(plan.adapters.model) if plan.adapters else None
         if adapters is not None and (new := getattr(model, "new_tokens", None)):
-            adapters.trainable_token_indices = _new_vectors(adapters, model, list(new)) or None
+            adapters.trainable_token_indices = _new_token_rows(adapters, model, list(new)) or None
         # SFTTrainer inspects one record of this dataset. The training batches come from `data`.
         dataset = load_from_disk(str(data.train.datasets[0].folder))
         assert isinstance(dataset, Dataset), "open_token_dataset resolves to one split"
@@ -39,8 +39,8 @@ class FineTuneTrainer(PackedTrainer, SFTTrainer):
         # does not use the setting, and final/ gets the configuration unchanged.
         config.update(router)
         if plan.quantized is not None:
-            made: Any = self.model
-            for weight in made.parameters():
+            adapted: Any = self.model
+            for weight in adapted.parameters():
                 if weight.requires_grad:  # undo SFTTrainer's cast to bfloat16
                     weight.data = weight.data.float()
 
@@ -49,7 +49,7 @@ class FineTuneTrainer(PackedTrainer, SFTTrainer):
         """Write no model card: config.yaml and provenance.json describe a run directory."""
 
 
-def _new_vectors(adapters: Any, model: Any, new: list[int]) -> dict[str, list[int]]:
+def _new_token_rows(adapters: Any, model: Any, new: list[int]) -> dict[str, list[int]]:
     """Return {module name of embedding or head: ids of new tokens}, the rows that PEFT trains.
 
     Modules in LoRA's modules_to_save are left out, because PEFT trains all of their rows. A head
@@ -58,9 +58,9 @@ def _new_vectors(adapters: Any, model: Any, new: list[int]) -> dict[str, list[in
     layers = [model.get_input_embeddings()]
     if model.get_output_embeddings().weight is not layers[0].weight:  # it is not tied
         layers.append(model.get_output_embeddings())
-    whole = adapters.modules_to_save or ()
+    fully_trained = adapters.modules_to_save or ()
     return {
         name: list(new)
         for name, module in model.named_modules()
-        if any(module is layer for layer in layers) and name.rpartition(".")[2] not in whole
+        if any(module is layer for layer in layers) and name.rpartition(".")[2] not in fully_trained
     }

@@ -101,9 +101,9 @@ class LowPrecisionAdamW(AdamW):
                     self.state[weight].update(self._new_state(weight))
             steps = [self.state[weight]["step"] for weight in trained]
             torch._foreach_add_(steps, 1)
-            taken = step_numbers(group, steps) if self.compiled else steps
-            for weight, its_numbers in zip(trained, taken, strict=True):
-                self._update(weight, group, its_numbers, table)
+            step_values = step_numbers(group, steps) if self.compiled else steps
+            for weight, values in zip(trained, step_values, strict=True):
+                self._update(weight, group, values, table)
 
     def _weights(self) -> list[Tensor]:
         return [weight for group in self.param_groups for weight in group["params"]]
@@ -112,8 +112,8 @@ class LowPrecisionAdamW(AdamW):
         state = {"step": torch.zeros((), dtype=torch.float32, device=weight.device)}
         block = block_size(weight.shape) if self.kept_as == "int8" else None
         if block is None:
-            kept = torch.bfloat16 if self.kept_as == "bfloat16" else torch.float32
-            return state | {name: torch.zeros_like(weight, dtype=kept) for name in MOMENTS}
+            dtype = torch.bfloat16 if self.kept_as == "bfloat16" else torch.float32
+            return state | {name: torch.zeros_like(weight, dtype=dtype) for name in MOMENTS}
         for name, codes in zip(MOMENTS, (torch.int8, torch.uint8), strict=True):
             state[name] = torch.zeros_like(weight, dtype=codes)
             # Scales have one dimension more than the weight, unlike every other state.
@@ -124,7 +124,7 @@ class LowPrecisionAdamW(AdamW):
     def _update(self, weight: Tensor, group: Group, numbers: Tensor, table: Tensor) -> None:
         assert weight.grad is not None
         unit, rounding = block_size(weight.shape) or 1, self.stochastic_rounding
-        rows = _in_rows({"weight": weight, "gradient": weight.grad, **self.state[weight]}, unit)
+        rows = _row_views({"weight": weight, "gradient": weight.grad, **self.state[weight]}, unit)
         words = random_words(weight.device, unit)
         for span in self.spans[weight]:
             part = {name: value[span.rows] for name, value in rows.items()}
@@ -133,9 +133,9 @@ class LowPrecisionAdamW(AdamW):
                 compiled = compiled_update(words, types, rounding)
                 compiled(part, numbers, span.start, table, words, rounding)
             else:
-                its_words = words[span.offset : span.offset + len(part["weight"])]
+                span_words = words[span.offset : span.offset + len(part["weight"])]
                 formula = partial(_fused_formula, group, numbers)
-                update(part, formula, its_words, table[:, span.period], rounding)
+                update(part, formula, span_words, table[:, span.period], rounding)
 
     def _cut_into_spans(self) -> None:
         """Set `spans` and `keys`.
@@ -170,10 +170,10 @@ class LowPrecisionAdamW(AdamW):
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         for weight, name in zip(self._weights(), names, strict=True):
             if name in state_dict["state"]:
-                self.state[weight] = self._converted(weight, state_dict["state"][name])
+                self.state[weight] = self._converted_state(weight, state_dict["state"][name])
         self.steps = max((int(state["step"]) for state in self.state.values()), default=0)
 
-    def _converted(self, weight: Tensor, saved: State) -> State:
+    def _converted_state(self, weight: Tensor, saved: State) -> State:
         """Return a weight's saved state in this optimizer's types, rounded to nearest values."""
         state = self._new_state(weight)
         saved = {name: value.to(weight.device) for name, value in saved.items()}
@@ -183,7 +183,7 @@ class LowPrecisionAdamW(AdamW):
         assert not isinstance(weight, DTensor), "sharded states are loaded as they were saved"
         state["step"].copy_(saved["step"])
         unit = block_size(weight.shape) or 1
-        new, old = (_in_rows(each, unit) for each in (state, saved))
+        new, old = (_row_views(each, unit) for each in (state, saved))
         for name in MOMENTS:
             round_into(moment(old, name).clone(), new, name, None)
         return state
@@ -218,15 +218,15 @@ def _update_periods(
     update(part, formula, words[at % len(words)], factors, rounding)
 
 
-def _fused_formula(group: Group, taken: Tensor, *values: Tensor) -> Values:
+def _fused_formula(group: Group, step: Tensor, *values: Tensor) -> Values:
     """Do torch's AdamW step in place; return both moments and the weight.
 
-    taken: the number of this step, counted from 1. values: weight, gradient and both moments
+    step: the number of this step, counted from 1. values: weight, gradient and both moments
     """
     weight, gradient, first, second = values
     beta1, beta2 = group["betas"]
     adamw(
-        [weight], [gradient], [first], [second], [], [taken - 1],
+        [weight], [gradient], [first], [second], [], [step - 1],
         fused=True, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, lr=group["lr"],
         weight_decay=group["weight_decay"], eps=group["eps"],
     )  # fmt: skip
@@ -251,11 +251,11 @@ def step_numbers(group: Group, steps: Sequence[Tensor]) -> tuple[Tensor, ...]:
     computed on the device, in float64 as in torch. Each result is a view of one tensor. With eight
     numbers, each view is aligned to 16 bytes. torch would copy unaligned views at each call.
     """
-    taken = torch.stack(list(steps)).double()
+    step = torch.stack(list(steps)).double()
     (beta1, beta2), lr = group["betas"], group["lr"]
     same = (1 - lr * group["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2, group["eps"])
-    numbers = [torch.ones_like(taken) * number for number in same]
-    numbers += [lr / (1 - beta1**taken), (1 - beta2**taken).sqrt()]
+    numbers = [torch.ones_like(step) * number for number in same]
+    numbers += [lr / (1 - beta1**step), (1 - beta2**step).sqrt()]
     return torch.stack(numbers, dim=1).float().unbind()
 
 
@@ -291,7 +291,7 @@ def compiled_update(
     return compiled
 
 
-def _in_rows(tensors: State, unit: int) -> State:
+def _row_views(tensors: State, unit: int) -> State:
     """Return a weight's tensors without the step count: views (rows, unit), scales (rows,)."""
     return {
         name: local_part(tensor).view(-1, *(() if name.endswith(SCALE) else (unit,)))
@@ -328,13 +328,13 @@ def block_size(shape: Sequence[int]) -> int | None:
 
 def moment(part: State, name: str) -> Tensor:
     """Return a moment as float32. A moment stored as float32 is not copied."""
-    kept, scales = part[name], part.get(name + SCALE)
+    stored, scales = part[name], part.get(name + SCALE)
     if scales is None:
-        return kept.float()
-    short = kept.int()
-    signs = short.sign()
-    short = short.abs_().add_(_ONE - _LARGEST[kept.dtype]).bitwise_left_shift_(BITS_LOST)
-    return short.view(torch.float32).mul_(signs).mul_(scales.unsqueeze(-1))
+        return stored.float()
+    bits = stored.int()
+    signs = bits.sign()
+    bits = bits.abs_().add_(_ONE - _LARGEST[stored.dtype]).bitwise_left_shift_(BITS_LOST)
+    return bits.view(torch.float32).mul_(signs).mul_(scales.unsqueeze(-1))
 
 
 def round_into(
@@ -346,14 +346,15 @@ def round_into(
     2**bits. Without `random`, values are rounded to the nearest. Values that bfloat16 represents
     exactly stay the same, including infinities and torch's NaNs.
     """
-    kept, scales = part[name], part.get(name + SCALE)
+    stored, scales = part[name], part.get(name + SCALE)
     if scales is not None:
-        _encode(values, kept, scales, 2 ** (BITS_LOST - 1) if random is None else random(BITS_LOST))
-    elif kept is not values:
-        if kept.dtype != torch.float32 and random is not None:
+        added = 2 ** (BITS_LOST - 1) if random is None else random(BITS_LOST)
+        _encode(values, stored, scales, added)
+    elif stored is not values:
+        if stored.dtype != torch.float32 and random is not None:
             lost = MANTISSA_BITS_LOST
             values.view(torch.int32).add_(random(lost)).bitwise_and_(-(2**lost))
-        kept.copy_(values)
+        stored.copy_(values)
 
 
 def _encode(values: Tensor, codes: Tensor, scales: Tensor, added: Tensor | int) -> None:
@@ -368,9 +369,9 @@ def _encode(values: Tensor, codes: Tensor, scales: Tensor, added: Tensor | int) 
     values.div_(scales.unsqueeze(-1))
     largest, signed = _LARGEST[codes.dtype], codes.dtype == torch.int8
     signs = values.sign() if signed else None
-    short = values.abs_().view(torch.int32).add_(added).bitwise_right_shift_(BITS_LOST)
-    short.sub_(_ONE - largest).clamp_(0 if signed else 1, largest)
-    codes.copy_(short if signs is None else short.mul_(signs.int()))
+    bits = values.abs_().view(torch.int32).add_(added).bitwise_right_shift_(BITS_LOST)
+    bits.sub_(_ONE - largest).clamp_(0 if signed else 1, largest)
+    codes.copy_(bits if signs is None else bits.mul_(signs.int()))
 
 
 @functools.cache

@@ -85,14 +85,14 @@ class InheritedOptimizer(TrainerCallback):
         optimizer = kwargs["optimizer"]
         saved = torch.load(self.path, map_location="cpu", weights_only=True)
         fresh = optimizer.state_dict()
-        if problem := _misfit(saved, fresh, optimizer):
+        if problem := _state_mismatch(saved, fresh, optimizer):
             raise ConfigurationError(f"init_optimizer: {self.path}: {problem}")
         optimizer.load_state_dict({**fresh, "state": saved["state"]})
         line = "optimizer: the state of %d tensors from %s, under this run's own schedule"
         logger.info(line, len(saved["state"]), self.path)
 
 
-def _misfit(saved: dict[str, Any], fresh: dict[str, Any], optimizer: Any) -> str | None:
+def _state_mismatch(saved: dict[str, Any], fresh: dict[str, Any], optimizer: Any) -> str | None:
     groups = [each["param_groups"] for each in (saved, fresh)]
     keys, own_keys = (set(each[0]) - {"initial_lr"} for each in groups)
     if other := ", ".join(sorted(keys ^ own_keys)):
@@ -135,17 +135,17 @@ class MuonAdamW(AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override] # Trainer gives none
         for group in self.param_groups:
             trained = [weight for weight in group["params"] if weight.grad is not None]
-            for some in _together(trained) if group["muon"] else ():
-                means = [self._mean(group, weight) for weight in some]
-                updates = orthogonal_rows(means, some, group["ns_steps"])
-                for weight, update in zip(some, updates, strict=True):
+            for batch in _weight_batches(trained) if group["muon"] else ():
+                directions = [self._nesterov_update(group, weight) for weight in batch]
+                updates = orthogonal_rows(directions, batch, group["ns_steps"])
+                for weight, update in zip(batch, updates, strict=True):
                     rows = local_part(weight).mul_(1 - group["lr"] * group["weight_decay"])
                     rate = group["lr"] * USUAL_STEP * math.sqrt(max(weight.shape[-2:]))
                     rows.add_(update.to(rows.dtype), alpha=-rate)
                     weight.grad = None  # AdamW's step skips this weight
         super().step()
 
-    def _mean(self, group: dict[str, Any], weight: nn.Parameter) -> Tensor:
+    def _nesterov_update(self, group: dict[str, Any], weight: nn.Parameter) -> Tensor:
         """Update Muon's momentum; return the Nesterov update. Overwrites the gradient."""
         state, gradient = self.state[weight], local_part(weight.grad)
         if not state:
@@ -153,8 +153,8 @@ class MuonAdamW(AdamW):
             state[MOMENTUM] = torch.zeros_like(weight)
         state["step"] += 1  # torch's AdamW expects it in each state
         average = local_part(state[MOMENTUM]).lerp_(gradient, 1 - group["momentum"])
-        mean = gradient.lerp_(average, group["momentum"])
-        return mean.bfloat16() if self.in_bf16 else mean
+        update = gradient.lerp_(average, group["momentum"])
+        return update.bfloat16() if self.in_bf16 else update
 
 
 def orthogonal(matrices: Tensor, iterations: int) -> Tensor:
@@ -175,10 +175,10 @@ def orthogonal_rows(
     """Make matrices orthogonal; return this rank's rows of each result. All ranks must call this.
 
     parts: this rank's rows of each matrix. weights: the matrices' parameters, one list from
-    `_together`. The list has a single weight with all rows on this rank, or it has sharded weights,
-    at most one per rank.
+    `_weight_batches`. The list has a single weight with all rows on this rank, or it has sharded
+    weights, at most one per rank.
     """
-    group = _ranks_of(weights[0])
+    group = _shard_group(weights[0])
     if group is None:
         return [orthogonal(part, iterations) for part in parts]
     rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
@@ -196,15 +196,15 @@ def orthogonal_rows(
     return [piece.view_as(part) for piece, part in zip(pieces, parts, strict=False)]
 
 
-def _together(weights: Sequence[nn.Parameter]) -> list[Sequence[nn.Parameter]]:
+def _weight_batches(weights: Sequence[nn.Parameter]) -> list[Sequence[nn.Parameter]]:
     """Divide weights into lists, one per call of `orthogonal_rows`. All ranks get equal lists."""
-    divided = [weight for weight in weights if _ranks_of(weight) is not None]
-    at_once = distributed.get_world_size(_ranks_of(divided[0])) if divided else 1
-    lists = [divided[first : first + at_once] for first in range(0, len(divided), at_once)]
-    return [*lists, *([weight] for weight in weights if _ranks_of(weight) is None)]
+    sharded = [weight for weight in weights if _shard_group(weight) is not None]
+    ranks = distributed.get_world_size(_shard_group(sharded[0])) if sharded else 1
+    lists = [sharded[first : first + ranks] for first in range(0, len(sharded), ranks)]
+    return [*lists, *([weight] for weight in weights if _shard_group(weight) is None)]
 
 
-def _ranks_of(weight: Any) -> distributed.ProcessGroup | None:
+def _shard_group(weight: Any) -> distributed.ProcessGroup | None:
     """Return the process group that shards the rows of a matrix, or None without sharded rows.
 
     Under HSDP this group has the ranks of one replica.

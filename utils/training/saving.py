@@ -115,14 +115,16 @@ class SavingTrainer(Trainer):
         """
         self.callbacks.progress.begin(Phase.EVALUATE, self.state.global_step)
         self.callbacks.guard.settle()
-        at_start, owed = skip_scheduler, self.callbacks.stop.evaluation_due
-        skip_scheduler = at_start and not owed
+        at_start, postponed = skip_scheduler, self.callbacks.stop.evaluation_due
+        skip_scheduler = at_start and not postponed
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
         if skip_scheduler:
             return metrics
-        judge, given = self.callbacks.early_stopping, (self.args, self.state, self.control, metrics)
-        ended = judge is not None and judge.take_evaluation(*given)
-        last = ended and self.args.save_strategy != SaveStrategy.NO
+        stopping = self.callbacks.early_stopping
+        ends_run = stopping is not None and stopping.take_evaluation(
+            self.args, self.state, self.control, metrics
+        )
+        last = ends_run and self.args.save_strategy != SaveStrategy.NO
         # Trainer compares the same metrics again later, and then finds no new best.
         best = self._determine_best_metric(metrics=metrics, trial=trial)
         self.callbacks.stop.evaluation_due = False
@@ -149,7 +151,7 @@ class SavingTrainer(Trainer):
             self.extra_saves.append(step)
         if state.best_global_step in self.extra_saves:
             state.best_global_step = None  # else Trainer would call this checkpoint the best
-        values = self._collect()
+        values = self._values_to_save()
         states: Any = state.stateful_callbacks  # a dict, whatever its annotation says
         states[OWN_STATE] = values
         is_new = checkpoints.begin(step)
@@ -191,7 +193,7 @@ class SavingTrainer(Trainer):
                 metric, state.best_global_step, best or "the last step",
             )  # fmt: skip
 
-    def _collect(self) -> dict[str, Any]:
+    def _values_to_save(self) -> dict[str, Any]:
         """Return Stoker's values for a checkpoint, {name: JSON value}. All ranks must call this."""
         step = self.state.global_step
         loader: Any = self.callback_handler.train_dataloader
@@ -206,7 +208,7 @@ class SavingTrainer(Trainer):
         return values
 
     def _restore(self, loader: TrainLoader) -> None:
-        """Restore the values that `_collect` returned, and the path of the best checkpoint."""
+        """Restore the values from `_values_to_save`, and the path of the best checkpoint."""
         state, step = self.state, self.state.global_step
         states: Any = state.stateful_callbacks
         saved = states.get(OWN_STATE, {})
@@ -255,10 +257,10 @@ class SavingTrainer(Trainer):
         if self.is_fsdp_enabled and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
             # Under FSDP with sharded checkpoints Trainer saves no configuration and no tokenizer.
             # The run could then not resume after its initial model is deleted.
-            described: list[Any] = [bare.config, self.processing_class]
+            savable: list[Any] = [bare.config, self.processing_class]
             if isinstance(bare, PreTrainedModel) and bare.can_generate():
-                described.append(bare.generation_config)
-            for each in described:
+                savable.append(bare.generation_config)
+            for each in savable:
                 each.save_pretrained(directory)
 
     @override
@@ -366,7 +368,7 @@ def save_random_states(directory: Path, args: TrainingArguments) -> None:
     if args.device.type != "cpu":
         states["device"] = torch.get_device_module(args.device).get_rng_state(args.device)
     directory.mkdir(parents=True, exist_ok=True)
-    torch.save(states, directory / _file_name(args))
+    torch.save(states, directory / _rng_file_name(args))
 
 
 def load_random_states(checkpoint: Path, args: TrainingArguments, step: int) -> None:
@@ -384,7 +386,7 @@ def load_random_states(checkpoint: Path, args: TrainingArguments, step: int) -> 
             counted_ranks(ranks), args.world_size, args.seed, step,
         )  # fmt: skip
         return
-    path = checkpoint / _file_name(args)
+    path = checkpoint / _rng_file_name(args)
     states = torch.load(path, map_location="cpu", weights_only=True)
     kind, words, *rest = states["numpy"]
     random.setstate(states["python"])
@@ -394,5 +396,5 @@ def load_random_states(checkpoint: Path, args: TrainingArguments, step: int) -> 
         torch.get_device_module(args.device).set_rng_state(states["device"], args.device)
 
 
-def _file_name(args: TrainingArguments) -> str:
+def _rng_file_name(args: TrainingArguments) -> str:
     return "rng_state.pth" if args.world_size == 1 else f"rng_state_{args.process_index}.pth"

@@ -136,15 +136,15 @@ class PackedTrainer(SavingTrainer):
         context, length = self.context, inputs["input_ids"].shape[1]
         if context is not None and "loss_positions" in used:
             used["loss_positions"] = cut_positions(used["loss_positions"], length, context)
-        made = model_inputs(used, self.args.device)
+        prepared = model_inputs(used, self.args.device)
         if self.noise is not None:
-            rows, tokens = len(made["input_ids"]), made["input_ids"].numel()
-            self.noise.take_boundaries(made["cu_seq_lens_q"], tokens, context, rows)
+            rows, tokens = len(prepared["input_ids"]), prepared["input_ids"].numel()
+            self.noise.take_boundaries(prepared["cu_seq_lens_q"], tokens, context, rows)
         if self.compiled:  # layers accept any number of documents
-            torch._dynamo.mark_dynamic(made["cu_seq_lens_q"], 0)
+            torch._dynamo.mark_dynamic(prepared["cu_seq_lens_q"], 0)
         if context is not None:
-            made = cut_inputs(made, context)
-        return shape_inputs(made, self.batches)
+            prepared = cut_inputs(prepared, context)
+        return shape_inputs(prepared, self.batches)
 
     @override
     def get_batch_samples(
@@ -165,8 +165,8 @@ class PackedTrainer(SavingTrainer):
         items //= self.settings.run.context_parallel  # this many ranks have the same micro-batch
         if self.callbacks.balance is not None:
             self.callbacks.balance.begin_step(batches, self._expert_assignments)
-        whole: Any = [batches] if self.sampler.grows else batches
-        return whole, items
+        result: Any = [batches] if self.sampler.grows else batches
+        return result, items
 
     @override
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

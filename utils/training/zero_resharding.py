@@ -43,14 +43,14 @@ def loadable_checkpoint(trainer: Trainer, checkpoint: str | None) -> Iterator[st
     temporary directory. Otherwise the result is `checkpoint` itself. None gives None. All ranks
     must call this. Raises StorageError on all ranks if the conversion fails.
     """
-    here = ranks = trainer.args.world_size
+    current_ranks = ranks = trainer.args.world_size
     if checkpoint is not None and trainer.is_deepspeed_enabled:
         ranks = read_manifest(Path(checkpoint)).world_size
-    if checkpoint is None or ranks == here:
+    if checkpoint is None or ranks == current_ranks:
         yield checkpoint
         return
     scratch = Path(checkpoint).with_name(RESHARDED + Path(checkpoint).name)
-    on_rank_0(lambda: _convert(Path(checkpoint), scratch, ranks, here))
+    on_rank_0(lambda: _convert(Path(checkpoint), scratch, ranks, current_ranks))
     plugin: Any = trainer.accelerator.state.deepspeed_plugin
     config = plugin.deepspeed_config
     config["checkpoint"] = {**config.get("checkpoint", {}), "load_universal": True}
@@ -87,28 +87,29 @@ def repair_stage_3(optimizer: Any, universal: Path) -> None:
 
 
 def _convert(checkpoint: Path, scratch: Path, ranks: int, world_size: int) -> None:
-    of = counted_ranks(ranks)
-    logger.info(f"{checkpoint} is of {of}, not {world_size}: converting its ZeRO state")
+    origin = counted_ranks(ranks)
+    logger.info(f"{checkpoint} is of {origin}, not {world_size}: converting its ZeRO state")
     shutil.rmtree(scratch, ignore_errors=True)  # left over if an earlier process was killed
     scratch.mkdir()
-    (steps,) = checkpoint.glob("global_step*")
+    (state_folder,) = checkpoint.glob("global_step*")
     shutil.copy(checkpoint / "scheduler.pt", scratch)  # the same for all ranks
     command = [
         sys.executable, "-c", CONVERTER,
-        "--input_folder", str(steps.resolve()),
-        "--output_folder", str(scratch.resolve() / steps.name),
+        "--input_folder", str(state_folder.resolve()),
+        "--output_folder", str(scratch.resolve() / state_folder.name),
         "--num_extract_workers", str(min(EXTRACTING, ranks)),
         "--num_merge_workers", str(min(MERGING, os.cpu_count() or 1)),
         "--inject_missing_state",
     ]  # fmt: skip
-    alone = {name: os.environ[name] for name in os.environ if name not in ("RANK", "LOCAL_RANK")}
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=alone, capture_output=True, text=True, check=False
+    launcher = ("RANK", "LOCAL_RANK")
+    variables = {name: value for name, value in os.environ.items() if name not in launcher}
+    result = subprocess.run(
+        command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, check=False
     )
-    if done.returncode:
-        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
+    if result.returncode:
+        ending = "\n".join((result.stdout + result.stderr).strip().splitlines()[-5:])
         raise StorageError(
             f"{host_name()}: the ZeRO state of {checkpoint} could not be converted for "
-            f"{world_size} ranks: {last}. {ranks} ranks resume from it as it is; other numbers "
+            f"{world_size} ranks: {ending}. {ranks} ranks resume from it as it is; other numbers "
             f"need as much free space again in {checkpoint.parent}."
         )

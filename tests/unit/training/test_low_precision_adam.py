@@ -24,7 +24,7 @@ from utils.training.low_precision_adam import (
     random_words,
     round_into,
 )
-from utils.training.optimizer import _misfit
+from utils.training.optimizer import _state_mismatch
 
 # Weights with blocks of 256, 192 and 1 elements. Some are longer than a noise period of 2**11
 # elements, and some are longer than the eight periods of a compiled call.
@@ -113,7 +113,7 @@ def test_a_second_moment_decays_by_a_thousandth_a_step(kept_as):
         parameter.grad = gradient * (step == 0)
         optimizer.step()
     (state,) = optimizer.state.values()
-    second = moment(low_precision_adam._in_rows(state, 256), "exp_avg_sq")
+    second = moment(low_precision_adam._row_views(state, 256), "exp_avg_sq")
     expected = 0.001 * gradient.square() * 0.999**300
     assert (second / expected).mean() == pytest.approx(1, rel=0.02)
 
@@ -208,7 +208,7 @@ def test_the_moments_of_an_earlier_stage_are_taken_over_in_any_type(before, kept
     saved = earlier.state_dict()
     optimizer, plain = low(weights(), kept_as), low(weights(), "float32")
     fresh = optimizer.state_dict()
-    assert _misfit(saved, fresh, optimizer) is None
+    assert _state_mismatch(saved, fresh, optimizer) is None
     optimizer.load_state_dict({**fresh, "state": saved["state"]})
     assert optimizer.steps == 5
     plain.load_state_dict(optimizer.state_dict())
@@ -219,7 +219,8 @@ def test_the_moments_of_an_earlier_stage_are_taken_over_in_any_type(before, kept
             difference = (one[name] - other[name]).norm() / other[name].norm()
             assert difference < (0.1 if "int8" in (before, kept_as) else 0.01)
     if before == "int8":
-        assert "in 8 bits: set optim_states" in _misfit(saved, reference.state_dict(), reference)
+        mismatch = _state_mismatch(saved, reference.state_dict(), reference)
+        assert "in 8 bits: set optim_states" in mismatch
 
 
 CPU = torch.device("cpu")
