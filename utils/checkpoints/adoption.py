@@ -45,7 +45,7 @@ class ForeignCheckpoint:
 
 
 def resumed_record(settings: RunSettings) -> RunRecord:
-    """Return config.yaml and provenance.json of the run to resume; both are empty for a new run."""
+    """Return config.yaml and provenance.json of the resumed run. A new run's record is empty."""
     output_dir = Path(str(settings.training.output_dir))
     # Except in a dry run, the checkpoint is already copied to output_dir.
     named = settings.training.resume_from_checkpoint if settings.run.dry_run else None
@@ -54,7 +54,7 @@ def resumed_record(settings: RunSettings) -> RunRecord:
 
 
 def known_data(settings: RunSettings) -> list[str]:
-    """Return the fingerprints of the resumed run's training data, one text for each dataset.
+    """Return the fingerprints of the resumed run's training data, one for each dataset.
 
     Return [] for a new run, or if `--accept_changes train_data` allows any data.
     """
@@ -63,12 +63,13 @@ def known_data(settings: RunSettings) -> list[str]:
 
 
 def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignCheckpoint | None:
-    """Return the checkpoint of --resume_from_checkpoint; None if output_dir has checkpoints.
+    """Return the checkpoint that --resume_from_checkpoint names, without reading tensors.
 
-    named: the flag's value. For a run directory, return the newest committed checkpoint in the run
-    directory. For None and True (True: resume from output_dir's newest checkpoint), return None. No
-    tensors are read. Raises ConfigurationError if `named` has no committed checkpoint, if its run's
-    config.yaml or provenance.json is missing, or if output_dir belongs to another run.
+    named: the flag's value. For a run directory, return the newest committed checkpoint of the run.
+    For None, and for True (the newest checkpoint in output_dir), return None. If output_dir has
+    checkpoints, also return None. Raises ConfigurationError if `named` has no committed checkpoint,
+    if config.yaml or provenance.json of its run is missing, or if output_dir belongs to another
+    run.
     """
     if not named or named is True:  # True: resume from this run's own newest checkpoint
         return None
@@ -115,8 +116,8 @@ def adopt_checkpoint(named: str | bool | None, output_dir: Path, *, needs_best: 
     Also copy the run's config.yaml, provenance.json, metrics.jsonl and best checkpoint. If
     `output_dir` has checkpoints, do nothing. If the process is killed, no partial copy has the name
     of a checkpoint. Only rank 0 calls this, after rank 0 has locked `output_dir`. Raises
-    ConfigurationError if a checkpoint is damaged, or, with `needs_best`, if the best one is
-    missing.
+    ConfigurationError if a checkpoint is damaged. With `needs_best`, also raises ConfigurationError
+    if the best checkpoint is missing.
     """
     found = foreign_checkpoint(named, output_dir)
     if found is None:
@@ -141,10 +142,11 @@ def adopt_checkpoint(named: str | bool | None, output_dir: Path, *, needs_best: 
 
 
 def _best_beside(found: ForeignCheckpoint, best: Path | None, *, needs_best: bool) -> Path | None:
-    """Return the path of the run's best checkpoint, next to `found`; None if `found` is the best.
+    """Return the path of the run's best checkpoint in the folder of `found`, or None.
 
-    best: the path of the best checkpoint in trainer_state.json, or None. If this checkpoint is not
-    committed next to `found`, return None, or raise ConfigurationError if `needs_best`.
+    best: the path of the best checkpoint in trainer_state.json, or None. If `found` is the best
+    checkpoint, return None. If the best checkpoint is not committed in this folder, return None, or
+    raise ConfigurationError if `needs_best`.
     """
     directory = found.directory
     if best is None or best.name in (directory.name, f"checkpoint-{found.manifest.step}"):

@@ -51,7 +51,7 @@ def numbered_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def how_to_rewrite(final: str | Path) -> str:
-    """Return advice (text) on rewriting a damaged final/.
+    """Return advice for the user on how to write a damaged final/ again.
 
     Return "" if the path `final` is no folder final/, or if the run has no checkpoint.
     """
@@ -69,7 +69,7 @@ def own_checkpoint(output_dir: Path) -> Path | None:
 
 
 def best_checkpoint(directory: Path) -> Path | None:
-    """Return the path of the run's best checkpoint, as named by the checkpoint `directory`.
+    """Return the path of the run's best checkpoint, which the checkpoint `directory` names.
 
     The name is in the checkpoint's trainer_state.json. Return None if trainer_state.json is missing
     or damaged or names no best checkpoint. Only the last part of the stored path is used, because
@@ -89,8 +89,8 @@ def committed_checkpoints(
 ) -> list[tuple[Path, Manifest]]:
     """Return (path, manifest) of each committed checkpoint, newest first.
 
-    run_id: return only checkpoints of this run. None: checkpoints of any run. For an unreadable
-    manifest, log a warning and leave the checkpoint out.
+    run_id: return only checkpoints of this run. None means any run. For an unreadable manifest, log
+    a warning and leave the checkpoint out.
     """
     found = []
     for _, directory in numbered_checkpoints(output_dir):
@@ -109,8 +109,8 @@ def committed_checkpoints(
 def set_aside(directory: Path, prefix: str) -> str:
     """Rename a checkpoint or a file, so that no resume uses it. Return the new name without folder.
 
-    prefix: begins the new name. If the new name exists, a number is added after the prefix:
-    damaged.2.checkpoint-7.
+    prefix: the beginning of the new name. If the new name exists, a number is added after the
+    prefix: damaged.2.checkpoint-7.
     """
     number, target = 1, directory.with_name(prefix + directory.name)
     while target.exists():
@@ -197,7 +197,7 @@ def checkpoint_problems(
     """Return one text for each difference between a checkpoint and its manifest; [] if undamaged.
 
     step: the step that the manifest must have. Without `tensors`, weights are compared by size and
-    not read. Raises ConfigurationError if the checkpoint is of another run than `run_id`.
+    not read. Raises ConfigurationError if the checkpoint belongs to a run other than `run_id`.
     """
     try:
         manifest = read_manifest(directory)
@@ -214,20 +214,21 @@ def checkpoint_problems(
 
 
 def most_at_once(keep: int | None, saves: int) -> int:
-    """Return the largest number of checkpoints, without the best, that exist at the same time.
+    """Return the largest number of checkpoints that exist at the same time, without the best one.
 
-    keep: the number of newest checkpoints that stay (None: all). saves: the number of saves in the
-    run. The checkpoint that is being saved counts. Before a save `make_room` deletes the oldest
-    checkpoint if space is short, but leaves LEAST_KEPT (2). So the result is at least three even if
-    `keep` is smaller, but never more than `saves`.
+    keep: the number of newest checkpoints to keep. None means all. saves: the number of saves in
+    the run. A checkpoint counts while it is being saved. Before a save, `make_room` deletes old
+    checkpoints if space is short, but leaves LEAST_KEPT (2). So the result is at least three even
+    if `keep` is smaller, but never more than `saves`.
     """
     return saves if keep is None else min(saves, max(keep, LEAST_KEPT + 1))
 
 
 def rotate(output_dir: Path, run_id: str, keep: int | None) -> None:
-    """Delete old checkpoints of this run. The newest `keep` (None: all) and the best one stay.
+    """Delete old checkpoints of this run, except the newest `keep` and the best one.
 
-    Also delete directories incomplete.*: uncommitted checkpoints that `resume_point` renamed.
+    None for `keep` keeps all. Also delete directories incomplete.*, which are uncommitted
+    checkpoints that `resume_point` renamed.
     """
     spare = _spare(committed_checkpoints(output_dir, run_id), keep)
     for directory in [*leftovers(output_dir, INCOMPLETE), *spare]:
@@ -249,7 +250,7 @@ def find_room(
     Return [] if the free space is enough. Leftovers of killed processes come first in the list.
     Then come the checkpoints that `rotate` would delete after the next save, oldest first, but
     LEAST_KEPT (2) committed checkpoints stay. keep: the number of newest checkpoints that `rotate`
-    keeps. run_id: None for a new run, which can delete nothing. estimated_bytes: the size of a
+    keeps. run_id: None means a new run, which has nothing to delete. estimated_bytes: the size of a
     checkpoint before the first save. After the first save, the size of the newest committed
     checkpoint is used. Raises StorageError if deletions free too little.
     """
@@ -320,7 +321,7 @@ def taken_bytes(directory: Path) -> int:
 
 
 def _spare(committed: Sequence[tuple[Path, Manifest]], keep: int | None) -> list[Path]:
-    """Return the paths of old checkpoints, oldest first; [] for `keep` None.
+    """Return the paths of old checkpoints, oldest first. None for `keep` gives [].
 
     The newest `keep` checkpoints and the best checkpoint are left out. committed: newest first.
     """

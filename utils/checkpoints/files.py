@@ -248,7 +248,7 @@ class Manifest:
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write manifest.json and so commit a checkpoint. Raises OSError.
 
-    The checkpoint's other files must be flushed to storage before.
+    The checkpoint's other files must have been flushed to storage.
     """
     flush(directory.parent)  # makes the directory's name durable
     replace_text(directory / MANIFEST, _text(dataclasses.asdict(manifest)), exact=True)
@@ -260,8 +260,8 @@ def read_manifest(directory: Path) -> Manifest:
 
     The checkpoint may come from a stranger. So each listed path must be inside the checkpoint, and
     must be a regular file or missing. Raises DamagedCheckpointError if a path breaks this rule or
-    manifest.json was changed, OSError if manifest.json cannot be read, and ConfigurationError if a
-    later version of Stoker wrote it.
+    manifest.json was changed. Raises OSError if manifest.json cannot be read. Raises
+    ConfigurationError if a later version of Stoker wrote it.
     """
     path = directory / MANIFEST
     try:
@@ -308,7 +308,7 @@ def _text(committed: Mapping[str, Any]) -> str:
 def check_layout(checkpoint: Path, strategy: str) -> None:
     """Raise ConfigurationError if a parallel strategy cannot load a checkpoint.
 
-    A strategy loads its own checkpoints, and those of a strategy that is paired with it in ALIKE.
+    A strategy loads its own checkpoints, and checkpoints of the strategy that ALIKE pairs with it.
     """
     written = read_manifest(checkpoint).strategy
     if written == strategy or {written, strategy} in ALIKE:

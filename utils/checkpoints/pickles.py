@@ -39,8 +39,8 @@ METADATA_NAMES = re.compile(
 def guard_loading(strategy: str) -> None:
     """Force weights_only=True for torch.load in this process; allow the strategy's classes.
 
-    strategy: the parallel strategy, whose checkpoints contain some classes. Also turn off the
-    CRC-32 sums of torch.save, which take time and which torch.load ignores.
+    strategy: the parallel strategy. Its checkpoints contain objects of some classes. Also turn off
+    the CRC-32 sums of torch.save, which take time and which torch.load ignores.
     """
     set_crc32_options(False)
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
@@ -74,9 +74,9 @@ def refuse_code(checkpoint: Path) -> None:
 
 
 def forbidden(path: Path) -> str | None:
-    """Return the reason, as text, not to load a checkpoint's file; None if the file is safe.
+    """Return why a checkpoint's file must not be loaded, as text. None means that it is safe.
 
-    Raises OSError, and ConfigurationError if the file names a path outside of the checkpoint.
+    Raises OSError. Raises ConfigurationError if the file names a path outside of the checkpoint.
     """
     try:
         if path.name.endswith(".index.json"):

@@ -48,7 +48,7 @@ WRONG = {
 
 
 def _is_name(value: Any) -> bool:
-    """Return whether a value is a text of 1 to 99 letters, digits and "_", safe in a path."""
+    """Return whether a value is a string of 1 to 99 letters, digits and "_", safe in a path."""
     return isinstance(value, str) and re.fullmatch(r"\w{1,99}", value) is not None
 
 
@@ -88,11 +88,11 @@ START: dict[str, Any] = {
 
 
 class RunRecord:
-    """A run's config.yaml and provenance.json; each file is read once, when it is first needed.
+    """A run's config.yaml and provenance.json. Each file is read once, at the first use.
 
     A damaged file is lost if no checkpoint has an intact copy. Properties that need a lost file
-    raise ConfigurationError. With `lenient` they return an empty value: programs that only show a
-    run use this.
+    raise ConfigurationError. With `lenient` they return an empty value. Programs that only show a
+    run use `lenient`.
     """
 
     def __init__(self, directory: Path, *, lenient: bool = False):
@@ -117,23 +117,23 @@ class RunRecord:
 
     @property
     def run_id(self) -> str | None:
-        """The id of the run, a text; None for a new run."""
+        """The id of the run, or None for a new run."""
         run_id: str | None = self._provenance[0].get("run_id")
         return run_id
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The first start's settings, {name: value}; {} if `lenient` and config.yaml is lost."""
+        """The first start's settings, {name: value}. With `lenient`, {} if config.yaml is lost."""
         return {name: value for name, (value, _) in load_mapping(self.config or "{}").items()}
 
     @property
     def config(self) -> str | None:
-        """The text of config.yaml; None if `lenient` and the file is lost."""
+        """The text of config.yaml. With `lenient`, None if the file is lost."""
         return self._config[0]
 
     @cached_property
     def damage(self) -> dict[str, str]:
-        """The problems of damaged and lost files, {file name: text} or {}. Raises no error."""
+        """The problems of damaged and lost files, {file name: text}. Raises no error."""
         found = {}
         for name, read in ((CONFIG, lambda: self._config), (PROVENANCE, lambda: self._provenance)):
             path = self.directory / name
@@ -181,7 +181,7 @@ class RunRecord:
 
     @cached_property
     def _provenance(self) -> tuple[dict[str, Any], str]:
-        """The content of provenance.json (of the copy if damaged), then the problem text or ""."""
+        """Content of provenance.json (of the copy if damaged), and the problem as text or ""."""
         own, problem = self._read(PROVENANCE, _parse_provenance)
         if self._copies is None:
             lost = own is None and (self.directory / PROVENANCE).exists()
@@ -199,7 +199,7 @@ class RunRecord:
 
     @cached_property
     def _config(self) -> tuple[str | None, str]:
-        """The text of config.yaml (of the copy if damaged), then the problem text or ""."""
+        """Text of config.yaml (of the copy if damaged), and the problem as text or ""."""
         own, problem = self._read(CONFIG, _parse_config)
         if self._copies is None:
             return own, self._lose(CONFIG, problem) if own is None else ""
@@ -212,8 +212,8 @@ class RunRecord:
     def _read(self, name: str, parse: Callable[[str], Any]) -> tuple[Any, str]:
         """Return the parsed content of a file, then a problem as text.
 
-        For a file that cannot be read or parsed, the content is `None`. For a parsed file, the
-        problem says that the file was changed. The caller uses this text if file and copy differ.
+        If the file cannot be read or parsed, the content is `None`. For a parsed file, the problem
+        says that the file was changed. The caller uses this text if file and copy differ.
         """
         try:
             return parse((self.directory / name).read_text(encoding="utf-8")), WRONG[name]
@@ -223,9 +223,9 @@ class RunRecord:
             return None, f"{WRONG[name]} ({error})"
 
     def _lose(self, name: str, problem: str) -> str:
-        """Raise ConfigurationError for a lost file; if `lenient`, return the error text instead.
+        """Raise ConfigurationError for a lost file. If `lenient`, return the error text instead.
 
-        problem: what is wrong with the file. The error text is `problem` and advice for the user.
+        problem: the beginning of the error text. Advice for the user follows.
         """
         run, weights = self.directory, None
         for _, checkpoint in reversed(numbered_checkpoints(run)):
@@ -271,7 +271,7 @@ def copy_record(output_dir: Path, checkpoint: Path) -> None:
 def settings_in_force(run_dir: Path, starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return {name: value}: the settings of config.yaml with the changes by `starts`.
 
-    starts: entries of the list in provenance.json, oldest first. Each has its changed settings.
+    starts: entries of the list in provenance.json, oldest first. An entry has its changed settings.
     """
     settings = RunRecord(run_dir).settings
     for start in starts:

@@ -67,7 +67,7 @@ class BackgroundWriter:
 
     The threads of all ranks commit a checkpoint together. They use a process group that training
     does not use. Each rank locks its directory in /dev/shm until its process ends. So an unlocked
-    directory is left by a killed process, and `remove_leftovers` deletes it.
+    directory belongs to a killed process, and `remove_leftovers` deletes it.
     """
 
     def __init__(self, run_id: str, rank: int):
@@ -82,9 +82,8 @@ class BackgroundWriter:
         """Make or empty this rank's directory in /dev/shm; return its path.
 
         Return None on all ranks if a node's memory has no room for the files of its ranks.
-        own_bytes: the size of this rank's files in the previous save; None for the first save.
-        Before the first save, each node needs room for a whole checkpoint (`all_bytes`).
-        Collective.
+        own_bytes: the size of this rank's files in the previous save. None means the first save.
+        Then each node needs room for a whole checkpoint (`all_bytes`). All ranks must call this.
         """
         own = all_bytes if own_bytes is None else own_bytes
         rooms = on_every_rank(lambda: (host_name(), own, free_bytes()))
@@ -133,7 +132,7 @@ class BackgroundWriter:
 
         staged: a checkpoint in /dev/shm. If several ranks have a file of the same name, one of them
         copies the file: the rank that `owner` returns, or the lowest rank if `owner`'s rank does
-        not have the file. Collective over ranks.
+        not have the file. All ranks must call this.
         """
         writers: dict[str, int] = {}
         for writer, names in enumerate(on_every_rank(lambda: list_files(staged), self.group)):
@@ -163,14 +162,14 @@ def _refuse_lost(output_dir: Path) -> None:
 
 
 class Checkpoints:
-    """The store that saves a run's checkpoints and deletes old ones; all ranks call its methods.
+    """The store that saves a run's checkpoints and deletes old ones. All ranks call its methods.
 
     A save has three steps. First `begin` makes room, then Trainer writes into `run_dir`, then
     `commit` writes the manifest. With `background`, a thread does the third step. `commit` then
     returns at once, and `finish` waits for the thread.
 
     facts            manifest fields that are the same for all checkpoints of this process
-    keep             number of newest checkpoints to keep besides the best one; None: all
+    keep             number of newest checkpoints to keep besides the best one. None means all.
     estimated_bytes  predicted size of the first checkpoint
     run_dir          the directory in which Trainer creates checkpoint-N: output_dir or /dev/shm
     saves            the checkpoints that this process has committed
@@ -282,7 +281,7 @@ class Checkpoints:
         on_rank_0(lambda: _refuse_lost(self.output_dir))
 
     def check(self, directory: Path) -> None:
-        """Raise StorageError for a damaged checkpoint, ConfigurationError if it could run code."""
+        """Raise StorageError if a checkpoint is damaged, ConfigurationError if it is unsafe."""
 
         def check() -> None:
             step = int(directory.name.rpartition("-")[2])
@@ -300,8 +299,8 @@ class Checkpoints:
         """Write the manifest and delete old checkpoints; return the checkpoint's size in bytes.
 
         record: a function that flushes a rank's files and returns {name: FileRecord}. Every rank
-        calls its `record`. group: the process group of the background threads; None in the
-        foreground. Collective.
+        calls its `record`. group: the process group of the background threads. None means the
+        foreground. All ranks must call this.
         """
         by_rank = on_every_rank(record, group)
         self.own_bytes = sum(file.size_bytes for file in by_rank[self.rank].values())

@@ -150,11 +150,11 @@ def trained_on(loss_mask: str, values: np.ndarray) -> np.ndarray:
 
 
 def open_columns(directory: Path, files: Sequence[Path] | None = None) -> dict[str, ListColumn]:
-    """Return {name: column} of a split's columns that training reads.
+    """Return the columns of a split that training reads, as {name: column}.
 
     All columns share one array of offsets. `files`: the Arrow files, by default the files in
-    state.json. Raises ConfigurationError for damaged files, for columns that differ in a row's
-    length, and for column names with an unclear meaning.
+    state.json. Raises ConfigurationError for damaged files, for columns that differ in the length
+    of a row, and for column names with an unclear meaning.
     """
     table = _read_table(directory, data_files(directory) if files is None else files)
     names = table.schema.names

@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Statistics:
-    """Counts over all documents of a split, and for each kind of fault the first document with it.
+    """Counts over all documents of a split, and the first document with each kind of fault.
 
-    The fields first_... are the document's row, counted from 0, or None if no document has the
-    fault. first_row_without_loss: no token after the document's first token is trained on
+    A field first_... has the document's row, counted from 0. None means that no document has the
+    fault. first_row_without_loss: no token after the document's first token is trained on.
     """
 
     documents: int = 0
@@ -59,14 +59,14 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Description:
-    """Statistics, content fingerprint and origin of one split. Fields without a value are empty.
+    """Statistics, content fingerprint and origin of one split. Unknown fields are empty.
 
     tokenizer    {"path": relative to the split, "sha256": ..., "vocabulary_size": ...}
     preparation  sources, settings and counts of prepare_data.py, as JSON values
     files        {name of an Arrow file: size in bytes}, when the description was made
     modified_ns  {name of an Arrow file: modification time in ns}, when the description was made
     earlier      the split's versions before each append, oldest first. A version is {"statistics":
-                 ..., "fingerprint": ..., "files": N}; its files are the first N of `files`.
+                 ..., "fingerprint": ..., "files": N}. The first N of `files` belong to the version.
     """
 
     statistics: Statistics
@@ -142,8 +142,8 @@ def measure_once(
 ) -> Description:
     """Return a split's description from the disk cache, or measure the split and store the result.
 
-    The cache key has the paths, order, sizes and modification times of the files. To measure, all
-    tokens are read, and `why` is logged as the reason.
+    The cache key has the paths, order, sizes and modification times of the files. A measurement
+    reads all tokens and logs its reason (`why`).
     """
     path = cache_path("statistics", file_states(files))
     found = read_cache(path, Description.from_dict)
@@ -188,7 +188,10 @@ def measure(columns: Mapping[str, ListColumn]) -> Description:
 
 
 def _blocks(tokens: ListColumn) -> Iterator[tuple[int, int, int]]:
-    """Yield (chunk, first, stop): documents [first, stop) of a chunk have about 2**20 tokens."""
+    """Divide all documents into blocks of about 2**20 tokens; yield (chunk, first, stop) of each.
+
+    A block has the documents [first, stop), which are in one chunk.
+    """
     ends = np.append(tokens.first_documents[1:], len(tokens.offsets) - 1)
     for chunk, end in enumerate(ends.tolist()):
         first = int(tokens.first_documents[chunk])

@@ -61,7 +61,7 @@ def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
 
 
 class DocumentPart(NamedTuple):
-    """The tokens [start, stop) of a document. `document`: its row in `dataset`; rows begin at 0."""
+    """The tokens [start, stop) of a document, which is row `document` (from 0) of `dataset`."""
 
     dataset: Path
     document: int
@@ -91,7 +91,7 @@ class PackedDataset(Dataset):
         self.first_of_source = np.cumsum([0, *self.per_source])
 
     def padded(self, to_longest: bool) -> "PackedDataset":
-        """Return a copy of this dataset with the same sequences and another `to_longest`."""
+        """Return a copy of this dataset with the given `to_longest`."""
         found = copy.copy(self)
         found.to_longest = to_longest
         return found
@@ -100,7 +100,7 @@ class PackedDataset(Dataset):
         return int(self.first_of_source[-1])
 
     def __getitems__(self, sequences: Sequence[int]) -> Batch:
-        """Return the micro-batch of the sequences with these numbers; -1 is a padding sequence."""
+        """Return the micro-batch of the sequences with these numbers. -1 is a padding sequence."""
         count, length = len(sequences), self.sequence_length
         # These lists have one item for each segment, source by source, then one for each padded
         # tail. owners: the index of the item's sequence in `sequences`. tokens: the token ids.
@@ -168,8 +168,8 @@ class PackedDataset(Dataset):
     def _by_source(self, sequences: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Yield (source, indices, numbers) for each source that has some of these sequences.
 
-        indices: the indices in `sequences` of the source's sequences. numbers: the numbers of these
-        sequences, counted within the source
+        indices: the indices of the source's sequences in `sequences`. numbers: the numbers of these
+        sequences within the source
         """
         sources = np.searchsorted(self.first_of_source, sequences, side="right") - 1
         for source in sorted(set(sources[sequences != PADDING_SEQUENCE].tolist())):
@@ -242,7 +242,7 @@ class TrainLoader:
     """
 
     def __init__(self, dataset: PackedDataset, sampler: GlobalBatchSampler, **workers: Any):
-        """`workers`: the keyword arguments of `eval_loader`."""
+        """`workers`: keyword arguments for `eval_loader`, such as num_workers."""
         self.loader = eval_loader(dataset, sampler, **workers)
         self.batch_sampler, self.dataset, self.wait_s = sampler, dataset, 0.0
         names = source_names([source.path for source in dataset.datasets])
@@ -251,7 +251,7 @@ class TrainLoader:
         )
 
     def __len__(self) -> int:
-        """Return the number of micro-batches that this rank trains in the whole run.
+        """Return the number of micro-batches that this rank trains on in the whole run.
 
         Steps before a resume are included. If the global batch grows during the run, return the
         number of steps, because Trainer then takes the micro-batches of a step as one item.
@@ -276,7 +276,7 @@ def eval_loader(
     pin_memory: bool = False,
     **options: Any,
 ) -> DataLoader:
-    """Return a DataLoader that yields the micro-batches of `dataset` with these sequence numbers.
+    """Return a DataLoader of micro-batches from `dataset`.
 
     batches: the sequence numbers of each micro-batch. options: DataLoader's arguments for workers
     """

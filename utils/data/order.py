@@ -103,7 +103,7 @@ class SampleOrder:
         weights: Sequence[float] | None = None,
         shuffled: bool = True,
     ):
-        """`per_source`: the number of sequences of each source. `shuffled`: False keeps order."""
+        """`per_source`: the sequences of each source. `shuffled`: False keeps the stored order."""
         self.shuffled = shuffled
         self.per_source = np.array(per_source, dtype=np.int64)
         self.first_of_source = np.cumsum(self.per_source) - self.per_source
@@ -250,7 +250,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @property
     def last_size_steps(self) -> float:
-        """The steps for all samples of the run, if every step had the last (largest) batch size."""
+        """Steps for all samples of the run if every step had the last (largest) batch size."""
         return self.samples_before(self.total_steps) / max(self.sizes.values())
 
     def sequences_of_step(self, step: int) -> np.ndarray:
@@ -264,7 +264,10 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
 
 def steps_for(samples: float, sizes: Mapping[int, int]) -> int:
-    """Return the least number of steps with `samples` samples. sizes: {first step: batch size}."""
+    """Return the least number of steps that train on `samples` samples.
+
+    sizes: {first step: batch size}
+    """
     first, size = 0, sizes[0]
     for stop, larger in list(sizes.items())[1:]:
         if samples <= (stop - first) * size:
@@ -283,8 +286,9 @@ def eval_batches(
     micro-batches, because the ranks reduce after each micro-batch. -1 (PADDING_SEQUENCE) fills the
     last micro-batches.
 
-    at_most: choose this many sequences at random, and the same ones for every seed and number of
-    ranks. The first sequences would all have long documents, because packing sorts by length.
+    at_most: the number of sequences to choose at random. None means all sequences. The choice is
+    the same for every seed and number of ranks. The first sequences would all have long documents,
+    because packing sorts by length.
     """
     numbers = np.arange(sequences)
     if at_most is not None and at_most < sequences:

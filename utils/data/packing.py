@@ -30,7 +30,7 @@ class Segments(NamedTuple):
 
 @dataclass(frozen=True)
 class PackPlan:
-    """A plan of which segments of documents are in which sequence.
+    """A plan that assigns segments of documents to sequences.
 
     sequence_offsets  (sequences + 1,) int64; sequence i has the segments with the indices
                       [sequence_offsets[i], sequence_offsets[i + 1])
@@ -81,12 +81,12 @@ def plan_packing(
     packing      best_fit: best-fit decreasing; documents that fit into a sequence are not cut
                  in_order: documents that fit into a sequence are not cut, and stay in their order
                  concat: documents stay in their order, and the end of a sequence cuts a document
-                 none: one document per sequence, or one piece of a document that is split
+                 none: each sequence has one document, or one piece of a document that is split
     on_overlong  treatment of documents longer than a sequence: error, truncate, drop, or split into
                  pieces that overlap by one token, so that each token after the first is predicted
                  exactly once
-    has_targets  `TokenDataset.has_targets`, to leave out documents that have no target (a trained
-                 token after the first token) once they are truncated
+    has_targets  `TokenDataset.has_targets`. Documents that have no target after truncation are left
+                 out. A target is a trained token after the first token.
     where        the dataset's name in errors
 
     Documents of fewer than two tokens have no target and are left out. Raises ConfigurationError if

@@ -90,10 +90,10 @@ class TokenDataset:
         return np.diff(self.columns[TOKENS].offsets)
 
     def pieces(self, segments: Segments) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return a list with the token ids of each segment, and a list with the mask of each.
+        """Return two lists: the token ids of each segment, and the loss mask of each segment.
 
-        A mask is not 0 for trained tokens. Token ids are views of the stored data. Masks are views
-        except masks that are computed from labels.
+        A mask is not 0 for trained tokens. Token ids are views of the stored data. Masks are views,
+        too, unless they are computed from labels.
         """
         tokens = self.columns[TOKENS]
         bounds = tokens.bounds(*segments)
@@ -133,7 +133,7 @@ def open_token_dataset(
 
     Every token is read once if stoker.json is missing, or if its file sizes or modification times
     differ from the files. If only the times differ, a split of more than 2**32 tokens is not read
-    again. Let one rank open the split first: the other ranks then find the statistics in the disk
+    again. Let one rank open the split first. The other ranks then find the statistics in the disk
     cache.
 
     Raises ConfigurationError if `path` is no token dataset, or if stoker.json describes other data.
@@ -192,7 +192,8 @@ def describe_split(
 ) -> TokenDataset:
     """Measure a new split, write its stoker.json, and return the opened split.
 
-    origin: further fields of Description. files: the Arrow files, by default those in state.json.
+    origin: further fields of Description. files: the Arrow files, by default the files in
+    state.json
     """
     split = Path(directory).resolve()
     files = data_files(split) if files is None else files
@@ -289,7 +290,7 @@ def read_skipped(file: str | None, datasets: Sequence[TokenDataset]) -> list[np.
 def packing_line(dataset: TokenDataset, plan: PackPlan, most: int | None = None) -> str:
     """Return the log line of a packed dataset: documents, tokens, sequences and unused tokens.
 
-    `most`: the limit on the sequences that an evaluation reads, or None without a limit
+    `most`: the largest number of sequences in an evaluation. None means no limit.
     """
     found = dataset.description.statistics
     fill = plan.sequence_tokens.mean() / plan.sequence_length

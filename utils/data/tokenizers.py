@@ -118,9 +118,10 @@ def render_alike(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase
 
 
 def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> str | None:
-    """Return a text on the first id that has different tokens in two tokenizers, or None.
+    """Return a text about the first id that has different tokens in two tokenizers, or None.
 
-    Added tokens are not compared: chat models rename reserved tokens, which no text contains.
+    Added tokens are not compared, because chat models rename reserved tokens, which no text
+    contains.
     """
     mine, theirs = ({n: word for word, n in each.get_vocab().items()} for each in (one, other))
     added = one.added_tokens_decoder.keys() | other.added_tokens_decoder.keys()
