@@ -34,15 +34,16 @@ logger = logging.getLogger(__name__)
 
 
 class FinishedEarlyError(Exception):
-    """Error on all ranks, before any step, if early stopping ended the run before this resume."""
+    """Error on all ranks, before any step, if early stopping had already ended the run."""
 
 
 class EarlyStopping(TrainerCallback):
     """A callback that ends the run after `patience` evaluations in a row without improvement.
 
-    `judge`, transformers' EarlyStoppingCallback, compares the metric metric_for_best_model. If
-    `judge` were a callback of Trainer, `judge` would count each split and each interrupted
-    evaluation, and lose the count on a resume. Instead, the trainer calls `take_evaluation`.
+    transformers' EarlyStoppingCallback (`judge`) compares the metric metric_for_best_model. Trainer
+    does not call `judge`, because `judge` would count each split and each interrupted evaluation,
+    and would lose the count on a resume. Instead, the trainer calls `take_evaluation` after each
+    evaluation.
     """
 
     def __init__(self, patience: int, threshold: float):
@@ -58,7 +59,7 @@ class EarlyStopping(TrainerCallback):
         self.judge.early_stopping_patience_counter = saved.get(UNIMPROVED, 0)
 
     def state(self) -> dict[str, Any]:
-        """Return {"unimproved_evaluations": evaluations since improvement} for a checkpoint."""
+        """Return {"unimproved_evaluations": count} for a checkpoint."""
         return {UNIMPROVED: self.judge.early_stopping_patience_counter}
 
     def take_evaluation(
@@ -80,7 +81,7 @@ class EarlyStopping(TrainerCallback):
 
     @override
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """Raise FinishedEarlyError if early stopping ended the run before this resume."""
+        """Raise FinishedEarlyError if early stopping had already ended the resumed run."""
         if self.ended:
             raise FinishedEarlyError
 
@@ -92,9 +93,9 @@ class EarlyStopping(TrainerCallback):
 
 
 class Samples:
-    """A generator of completions of fixed prompts; writes them to log, metrics.jsonl and wandb.
+    """Completions of fixed prompts, written to the log, metrics.jsonl and wandb.
 
-    The trainer calls `generate` at the begin of each evaluation. Decoding is greedy. All ranks
+    The trainer calls `generate` at the beginning of each evaluation. Decoding is greedy. All ranks
     generate the same text, because FSDP2 and ZeRO-3 gather weights with a collective. Training is
     not affected: the RNG state and the model's attention are restored, and compiled layers run
     uncompiled.
@@ -104,7 +105,7 @@ class Samples:
         self.prompts, self.max_new_tokens, self.journal = prompts, max_new_tokens, journal
 
     def generate(self, trainer: Any) -> None:
-        """Generate a completion of each prompt and log all of them; collective over ranks."""
+        """Generate a completion of each prompt and log all of them. All ranks must call this."""
         if not self.prompts:
             return
         tokenizer, rows = trainer.processing_class, []

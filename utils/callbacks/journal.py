@@ -85,7 +85,7 @@ class Journal(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **__: Any) -> None:
         """Append the event train, eval, summary or stopped, and write its log line.
 
-        Collective over ranks if `logs` has the loss of a held-out split.
+        All ranks must call this if `logs` has the loss of a held-out split.
         """
         losses = [key for key in logs or () if key.startswith("eval_") and key.endswith("_loss")]
         if losses:
@@ -118,7 +118,7 @@ class Journal(TrainerCallback):
     def _note_slow_node(self, line: Mapping[str, Any]) -> None:
         """Record a node as slow if one of its ranks was slowest in 10 logs in a row over 300 s.
 
-        line: the newest training log. A node is recorded once.
+        line: the newest training log. A node is recorded only once.
         """
         rank, cost, node = line["slowest_rank"], line["slowest_cost"], line["slowest_host"]
         slow = cost > number("STOKER_SLOW_SHARE", 0.1) > 0
@@ -135,7 +135,7 @@ class Journal(TrainerCallback):
 
     @override
     def on_save(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Measure memory, and append the event save for each new checkpoint; collective."""
+        """Measure memory; append a save event for each new checkpoint. All ranks must call this."""
         memory = self.memory.measure()
         if state.is_world_process_zero:
             self.memory_of[state.global_step] = memory

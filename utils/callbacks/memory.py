@@ -48,8 +48,8 @@ class MemoryMonitor(TrainerCallback):
 
     Device memory is the memory of torch's allocator. Host memory is the memory of this process
     without data workers. Each train, eval and save event of metrics.jsonl has the peak since the
-    previous event. sequence_bytes: the predicted memory of one more sequence in the micro-batch, or
-    0 if unknown. Without a prediction no headroom is logged.
+    previous event. sequence_bytes: the predicted memory of one more sequence in the micro-batch. 0
+    means unknown. In this case no headroom is logged.
     """
 
     by_rank: Sequence[Mapping[str, Any]] = ()  # metrics of each rank at the last measurement
@@ -63,7 +63,7 @@ class MemoryMonitor(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
-        """Read the energy counter. Reset the memory peak, so that the peak leaves out loading."""
+        """Read the energy counter. Reset the memory peak, so that it does not include loading."""
         self.device, self.rows = args.device, args.per_device_train_batch_size
         self._new_peak()
         self.energy_at_begin = energy_kwh(self.device)
@@ -86,7 +86,7 @@ class MemoryMonitor(TrainerCallback):
         """Return {name: value} of memory and GPU use since the last training log.
 
         A value is the maximum over ranks, or the minimum, mean or sum (see REDUCED). The second
-        call logs the headroom. Collective over ranks.
+        call logs the headroom. All ranks must call this.
         """
         self.measure(self.peak_bytes)
         self.peak_bytes, self.logs = 0, self.logs + 1
@@ -101,9 +101,10 @@ class MemoryMonitor(TrainerCallback):
         return reduced
 
     def measure(self, before: int = 0) -> Sequence[Mapping[str, Any]]:
-        """Measure memory and GPU use; return a list with {name: value} of each rank. Collective.
+        """Measure memory and GPU use; return a list with {name: value} of each rank.
 
-        before: a peak in bytes from before the last reset, to include in this measurement
+        before: a peak in bytes from before the last reset, which this measurement must include. All
+        ranks must call this.
         """
         peak_bytes = max(before, self._new_peak())
         resident = psutil.Process().memory_info().rss
@@ -171,7 +172,7 @@ def energy_kwh(device: torch.device) -> float | None:
 
 
 def fullest_rank(line: Mapping[str, Any]) -> str:
-    """Return which rank has the highest memory peak as text, such as " (rank 3 on n2)".
+    """Return a text that names the rank with the highest memory peak, such as " (rank 3 on n2)".
 
     Return "" if all ranks' peaks are within 10 %. line: an event of metrics.jsonl.
     """
@@ -308,8 +309,8 @@ def _tensors(trainer: Any, device: str, sizes: Counter[str]) -> str:
 def _what_helps(trainer: Any, phase: str, device: str, others: int) -> list[str]:
     """Return texts with changes of settings that would save memory, largest saving first.
 
-    phase: load, train, eval or save. others: the bytes of other tensors than weights, gradients and
-    optimizer states. The saving in an evaluation is estimated from these bytes.
+    phase: load, train, eval or save. others: the bytes of tensors that are not weights, gradients
+    or optimizer states. These bytes give the estimate for an evaluation.
     """
     args, plan, lines = trainer.args, trainer.memory, []
     if phase == "eval" and (rows := args.per_device_eval_batch_size) > 1:

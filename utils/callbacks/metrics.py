@@ -27,8 +27,8 @@ PROBE_S = 10.0  # the least time between two timings of the matrix product in Ow
 class MixtureShares(TrainerCallback):
     """A callback with metrics of a data mixture: tokens and epochs of each source since step 0.
 
-    Steps before a resume count. The weights in `train_data` are shares of sequences. Shares of
-    tokens differ from the weights if some sources have more padding.
+    Steps before a resume are included. The weights in `train_data` are shares of sequences. Shares
+    of tokens differ from the weights if some sources have more padding.
     """
 
     @override
@@ -39,7 +39,8 @@ class MixtureShares(TrainerCallback):
     def metrics(self) -> dict[str, float]:
         """Return tokens_seen/SOURCE, tokens_share/SOURCE and epochs/SOURCE of each source.
 
-        Return {} if the run has one source. Throughput must have counted the step's tokens before.
+        Return {} if the run has one source. Call this after Throughput has counted the step's
+        tokens.
         """
         seen, sampler = self.loader.tokens_seen, self.loader.batch_sampler
         if len(seen.names) == 1:
@@ -132,7 +133,7 @@ class Throughput(TrainerCallback):
         self.graphs += self.graphs_before - graphs_before
 
     def _leave_out(self, *_: Any, **__: Any) -> None:
-        """Read the clock without adding the time since the last reading to the steps' time."""
+        """Read the clock. The time since the last reading does not count as time of steps."""
         self.counted_until = self.clock()
         dynamo = sys.modules.get("torch._dynamo.utils")  # absent until something is compiled
         # The number of graphs that torch has compiled in this process or loaded from its cache.
@@ -146,7 +147,7 @@ class Throughput(TrainerCallback):
         self.window_tokens = self.loader.tokens_seen.count(self.step)
 
     def metrics(self) -> dict[str, float]:
-        """Return {name: value} of the speed metrics since the last training log; collective."""
+        """Return the speed metrics since the last training log. All ranks must call this."""
         assert self.window_step is not None, "metrics() belongs to a training log, after a step"
         steps = self.step - self.window_step
         self._count_time()
@@ -180,10 +181,10 @@ class Throughput(TrainerCallback):
 class OwnTime:
     """A timer of the seconds that a rank computes, without waits for other ranks.
 
-    Under DDP, forward passes and backward passes down to the embedding are timed, because no
+    Under DDP, this is the time of forward passes, and of backward passes down to the embedding. No
     collective delays these passes. On a GPU, CUDA events measure them. Under FSDP, DeepSpeed and
-    context parallelism (`exchanges`) both passes wait for other ranks. Each rank then times a fixed
-    matrix product every 10 s instead.
+    context parallelism (`exchanges`), both passes wait for other ranks. Each rank then times a
+    fixed matrix product every 10 s instead.
     """
 
     def __init__(self, model: Any, device: torch.device, exchanges: bool = False):
@@ -226,7 +227,7 @@ class OwnTime:
             self.seconds += begin.elapsed_time(end) / 1000 if self.on_gpu else end - begin
 
     def take(self) -> tuple[float, float]:
-        """Return two times in seconds, each 0 if it is not measured in this run.
+        """Return two times in seconds. A time that is not measured in this run is 0.
 
         The first is the time of forward and backward passes since the last call. The second is the
         time of the newest test matrix product.
@@ -249,11 +250,13 @@ class OwnTime:
 
 
 def slowest_rank(ranks: list[tuple[float, float, float, float]]) -> dict[str, float]:
-    """Return the metrics slowest_rank and slowest_cost, the share of a step that others wait.
+    """Return the metrics slowest_rank and slowest_cost.
 
-    `ranks` has for each rank: elapsed seconds, seconds of waiting for batches, and both results of
+    slowest_cost is the share of a step in which the other ranks wait for the slowest rank. `ranks`
+    has for each rank: elapsed seconds, seconds of waiting for batches, and both results of
     `OwnTime.take`. If matrix products were timed, the rank with the slowest product is assumed to
-    compute all the time. A rank whose product takes half as long then computes half of the time.
+    compute all the time. A rank with a product in half of this time is assumed to compute half of
+    the time.
     """
     elapsed_s, longest = max(rank[0] for rank in ranks), max(rank[3] for rank in ranks)
     busy_s = [

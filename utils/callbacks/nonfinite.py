@@ -48,9 +48,9 @@ class NonFiniteGuard(TrainerCallback):
     gradient norm, and `settle` before an evaluation or a save. Losses and norms are copied to the
     host asynchronously, and the ranks exchange their findings one step later, so no step waits.
 
-    judges_gradients: whether gradient norms are checked; False if a loss scaler (fp16) handles
+    judges_gradients: whether gradient norms are checked. False if a loss scaler (fp16) handles
     overflow of gradients. context_parallel: the number of ranks that share a micro-batch. on_spike:
-    if "stop", the run also ends when rank 0 finds a spike in the logged loss.
+    "stop" means that the run also ends when rank 0 finds a spike in the logged loss.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class NonFiniteGuard(TrainerCallback):
         """Check the losses and gradient norms of all steps so far, and the weights of a `model`.
 
         Raises NotFiniteError or SpikeError on all ranks if any rank found a NaN, an infinity or a
-        loss spike. Waits for the device. Collective.
+        loss spike. Waits for the device. All ranks must call this.
         """
         if self.agreement is None:
             return  # training has ended, and all steps are checked
@@ -149,7 +149,7 @@ class NonFiniteGuard(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **__: Any) -> None:
         """Store a finding on rank 0 if the logged loss is a spike.
 
-        The logged loss is compared with the losses in earlier logs, also from before a resume.
+        The logged loss is compared with the losses in earlier logs, including logs before a resume.
         """
         if self.on_spike == "none" or "loss" not in logs or self.rank:
             return

@@ -87,7 +87,10 @@ class ProfilerWindow(TrainerCallback):
             torch.cuda.synchronize(self.device)
 
     def _finish(self, last: int) -> None:
-        """Write the trace and the table of the steps up to `last` on rank 0. Collective on CPUs."""
+        """Write trace and table of the steps up to `last` on rank 0.
+
+        On CPUs, all ranks must call this.
+        """
         if not self.first <= last < self.stop:
             return
         profiler, self.profiler, self.stop = self.profiler, None, 0

@@ -21,10 +21,10 @@ from utils.launch.ledger import Fault, record
 logger = logging.getLogger(__name__)
 
 # (metric, share, least): the metric's values in two logs of one step may differ by this share of
-# the larger value, or by `least`. This does not apply if all bits must be equal. In
+# the larger value, or by `least`. If all bits must be equal, these limits are not used. In
 # benchmarks/results, other numbers of ranks change losses by 1e-5 (exactness/world_sizes.json), and
-# training in 8 bits by at most 3.5 % (gpu/fp8.json). The gradient norm of a single step amplifies
-# earlier differences, so one value may be three times the other.
+# training in 8 bits changes losses by at most 3.5 % (gpu/fp8.json). The gradient norm of a single
+# step amplifies earlier differences, so one value may be three times the other.
 LIMITS = (("loss", 0.1, 0.02), ("grad_norm", 2 / 3, 0.02))
 # Changes of these settings or inputs change only the last bits of losses and gradient norms.
 HARMLESS = {"environment", "eval_data", "per_device_train_batch_size", "strategy", "versions"}
@@ -37,7 +37,7 @@ class ResumeCheck(TrainerCallback):
     """A callback that compares the first `count` logs after a resume with the earlier nodes' logs.
 
     If the run ended some steps after its last checkpoint, the resumed run repeats these steps, and
-    `journal` has their earlier logs. deterministic: true if full_determinism is on
+    `journal` has the earlier logs of these steps. deterministic: true if full_determinism is on
     """
 
     def __init__(self, count: int, deterministic: bool, journal: Journal):
@@ -46,7 +46,10 @@ class ResumeCheck(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Set `due`, the steps to compare; collective after a resume."""
+        """Set `due`, the steps whose new logs are compared with earlier logs.
+
+        After a resume, all ranks must call this.
+        """
         self.resumed_at = state.global_step
         lines, self.journal.earlier = self.journal.earlier, []
         if self.count and self.resumed_at:
@@ -78,13 +81,13 @@ class ResumeCheck(TrainerCallback):
 
     @override
     def on_log(self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **__: Any) -> None:
-        """Compare a training log if its step is in `due`; collective at these steps."""
+        """Compare a training log if its step is in `due`. All ranks call this at these steps."""
         step = state.global_step
         if step in self.due and "loss" in logs:
             on_rank_0(lambda: self._compare(step, logs))
 
     def _compare(self, step: int, logs: Values) -> None:
-        """Compare the logs of a step (`logs` is the new one); log that the nodes agree.
+        """Compare the earlier log of a step with the new log (`logs`); log that the nodes agree.
 
         If the logs differ, rename the checkpoints since the resume and raise UnfitClusterError.
         """
@@ -127,14 +130,16 @@ class ResumeCheck(TrainerCallback):
 def logs_after(
     step: int, lines: Iterable[Values], starts: Sequence[Values]
 ) -> tuple[int, dict[int, Values]]:
-    """Return the first start that logged steps after `step`, as index in `starts`, and its logs.
+    """Return (index, logs) of the first start that logged steps after `step`.
 
-    A start is one execution of the script. The logs are {step: line of metrics.jsonl}. step: the
-    step of a checkpoint. lines: the lines of metrics.jsonl. starts: the starts in provenance.json.
+    A start is one execution of the script. index: the index of the start in `starts`. logs: {step:
+    line of metrics.jsonl}. step: the step of a checkpoint. lines: the lines of metrics.jsonl.
+    starts: the starts in provenance.json.
+
     Two kinds of logs are left out. Logs before a later resume from an earlier step belong to other
-    weights. Logs of a start that `starts` lacks have no known nodes. If a checkpoint was adopted
-    from another directory, metrics.jsonl has the logs of all starts, and provenance.json only the
-    starts until the checkpoint's save.
+    weights. Logs of a start that `starts` lacks have no known nodes. This occurs if a
+    checkpoint was adopted from another directory: metrics.jsonl has the logs of all starts, but
+    provenance.json has only the starts until the checkpoint's save.
     """
     logs: dict[int, Values] = {}
     began = [datetime.fromisoformat(start["time"]).timestamp() for start in starts]
@@ -157,9 +162,9 @@ def logs_after(
 def logs_by_host(
     steps: Sequence[int], lines: Iterable[Values], starts: Sequence[Values], but: int
 ) -> list[tuple[int, str, Values]]:
-    """Return a list of (step, host names, log) for `steps`, without the start with index `but`.
+    """Return the logs of `steps` from all starts except the start with index `but`.
 
-    A start is one execution of the script. lines, starts: see `logs_after`
+    The result is a list of (step, host names, log). lines, starts: see `logs_after`
     """
     began = [datetime.fromisoformat(start["time"]).timestamp() for start in starts]
     found, index = [], but
@@ -173,7 +178,7 @@ def logs_by_host(
 
 
 def difference(old: Values, new: Values, exact: bool) -> str:
-    """Return a text on metrics that differ too much between two logs of a step, or "".
+    """Return a text about metrics that differ too much between two logs of a step, or "".
 
     exact: true if any difference is too much
     """

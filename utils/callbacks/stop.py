@@ -1,4 +1,4 @@
-"""Stops and saves at the same step on all ranks: by signals, STOP and SAVE files, time limits."""
+"""Stops and saves at the same step on all ranks. Signals, files and time limits request them."""
 
 import datetime
 import logging
@@ -24,8 +24,8 @@ from utils.launch.slurm import job_end_time
 STOP, SAVE = "STOP", "SAVE"  # files in the run directory
 JOB_BEGAN = "STOKER_JOB_BEGAN"  # unix seconds, set by slurm/job_setup.sh
 LOOK_INTERVAL_S = 1.0
-# Requests. Each rank sends a number, and all ranks act on the largest. STOPPING + N is a request
-# that rank N received. SPENT: max_gpu_hours are used. FAILED: a background save failed.
+# Requests. Each rank sends a number, and all ranks act on the largest number. STOPPING + N: rank N
+# was asked to stop. SPENT: max_gpu_hours are used. FAILED: a background save failed.
 NOTHING, SAVING, STOPPING = range(3)
 SPENT, FAILED = 2**30 - 1, 2**30
 
@@ -85,11 +85,11 @@ class StopWatch(TrainerCallback):
     (`EvaluationInterrupted`) and cancels an evaluation that is due at the same step. A resumed run
     then begins with the whole evaluation.
 
-    A save is requested by a file SAVE, or if the last checkpoint is older than `save_minutes` (0:
-    never). The run continues.
+    A save is requested by a file SAVE, or if the last checkpoint is older than `save_minutes` (0
+    means never). The run continues.
 
-    At most once a second, each rank checks for signals, and rank 0 for all other reasons. If a
-    background save failed on any rank, all ranks raise an error.
+    At most once a second, each rank checks whether it has received a signal. Only rank 0 checks the
+    files and the time limits. If a background save failed on any rank, all ranks raise an error.
 
     stopped           true if the run was stopped early; rank 0 has the `reason` as text
     spent             true if the run was stopped early because of max_gpu_hours
@@ -215,7 +215,7 @@ class StopWatch(TrainerCallback):
     def _take_turn(self) -> int:
         """Return the largest of all ranks' requests (numbers), and begin the next all-reduce.
 
-        With several ranks, these are the requests that the ranks had at the previous call.
+        With several ranks, the result is from the requests at the previous call.
         """
         assert self.agreement is not None, "on_train_begin comes first"
         self._count_event()
@@ -243,8 +243,7 @@ class StopWatch(TrainerCallback):
     def _look(self) -> int:
         """Return this rank's request, a number: NOTHING, SAVING, STOPPING + rank, SPENT or FAILED.
 
-        SPENT: max_gpu_hours are used. FAILED: a background save failed. A request to stop remains
-        until the run ends.
+        A request to stop remains until the run ends.
         """
         if self.checkpoints.failed:
             return FAILED
@@ -279,7 +278,7 @@ class StopWatch(TrainerCallback):
             return set()
 
     def _consume(self, *names: str) -> None:
-        """Forget this rank's request to save; rank 0 removes the files `names` (STOP, SAVE)."""
+        """Reset this rank's request to save. Rank 0 also removes the files `names` (STOP, SAVE)."""
         if self.found < STOPPING:
             self.found = NOTHING
         if self.rank == 0:
@@ -312,14 +311,14 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_save(self, *_: Any, **__: Any) -> None:
-        """Forget requests to save; restart the clock, so that the save is not part of a step."""
+        """Reset requests to save. Restart the clock, because a save is not part of a step."""
         self.save_due, self.saved_since_turn = False, True
         self.saved_at = self.last_event = self.clock()
         if self.found == SAVING:
             self.found = NOTHING
 
     def _count_event(self, *_: Any, **__: Any) -> None:
-        """Store the time since the last event; the time of a step is estimated from such times."""
+        """Store the time since the last event. The time of a step is estimated from these times."""
         before, self.last_event = self.last_event, self.clock()
         for deadline in (self.deadline, self.budget):
             if deadline is not None and before is not None:
@@ -330,7 +329,7 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Complete the last all-reduce of requests and close its process group; collective."""
+        """Complete the last all-reduce and close its process group. All ranks must call this."""
         enter_stage(Stage.FINISHING)
         if self.agreement is not None:
             self.agreement.close()
@@ -340,8 +339,8 @@ class StopWatch(TrainerCallback):
 def remove_stale_requests(output_dir: Path) -> None:
     """Remove STOP and SAVE files left by an earlier job of this run, and log a warning.
 
-    A file that is newer than the begin of this job (STOKER_JOB_BEGAN) stays, because the file is a
-    request to this job.
+    A file that is newer than the beginning of this job (STOKER_JOB_BEGAN) is a request to this job
+    and stays.
     """
     began = os.environ.get(JOB_BEGAN, "")
     for name in (STOP, SAVE):

@@ -32,10 +32,10 @@ LAST_WORDS_LIMIT_S = 15.0  # to write the report, because the storage or the log
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors")
 PAGE, FOLDER = "hang.txt", "hang"  # in the run directory; the folder has rank-N.json files
 # Functions of torch's flight recorder. torch's version decides which function has the collectives
-# of NCCL and of gloo.
+# of NCCL and which has the collectives of gloo.
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 MISMATCH = ": MISMATCH, ranks do different things"
-# Threads other than the main thread are shown if they run code of these folders.
+# hang.txt shows threads, besides the main thread, that run code in these folders.
 _SHOWN = ("utils/checkpoints/", "utils/data/", "torch/utils/data/")
 
 
@@ -142,7 +142,7 @@ class HangWatch(TrainerCallback):
         self.end(ExitCode.LOST_RANK)
 
     def _judge(self) -> None:
-        """Find the rank that caused the hang in all ranks' notes, and leave it for the launcher.
+        """Find the rank that caused the hang in all ranks' notes, and tell the launcher.
 
         The lowest rank that hangs logs the result and writes hang.txt.
         """
@@ -207,9 +207,11 @@ def read_records(output_dir: Path, since: float) -> dict[int, dict[str, Any]]:
 
 
 def last_and_pending(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """Return {process group: {"completed": last completed, "pending": first pending collective}}.
+    """Return the last completed and the first pending collective of each process group.
 
-    A collective is a text. entries: torch's flight recorder's records of collectives, oldest first.
+    The result is {group: {"completed": text, "pending": text}}. A text is a string such as "#7
+    all_reduce of Float [1024]". entries: the records of collectives in torch's flight recorder,
+    oldest first.
     """
     groups: dict[str, dict[str, str]] = {}
     for entry in entries:
@@ -253,8 +255,8 @@ def write_page(
 ) -> None:
     """Write hang.txt. Ranks with equal stacks share one paragraph. Raises OSError.
 
-    verdict: a text on the rank that caused the hang. step: the last finished step. records, hosts:
-    see `compare`.
+    verdict: a text about the rank that caused the hang. step: the last finished step. records,
+    hosts: see `compare`.
     """
     utc = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     lines, under_way = [f"{utc}: the run hung after step {step}.", verdict], compare(records, hosts)
