@@ -109,7 +109,7 @@ class Samples:
         if not self.prompts:
             return
         tokenizer, rows = trainer.processing_class, []
-        with _generating(trainer, self.max_new_tokens):
+        with _generation_mode(trainer, self.max_new_tokens):
             for prompt in self.prompts:
                 ids = torch.tensor([prompt.token_ids], device=trainer.args.device)
                 output = trainer.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))
@@ -119,8 +119,8 @@ class Samples:
             return
         step, rows = trainer.state.global_step, redacted(rows)
         for row in rows:
-            shown = {name: json.dumps(text, ensure_ascii=False) for name, text in row.items()}
-            logger.info("sample (step %d): %s -> %s", step, shown["prompt"], shown["completion"])
+            quoted = {name: json.dumps(text, ensure_ascii=False) for name, text in row.items()}
+            logger.info("sample (step %d): %s -> %s", step, quoted["prompt"], quoted["completion"])
         self.journal.write({"event": "samples", "step": step, "samples": rows})
         wandb = sys.modules.get("wandb")
         run = getattr(wandb, "run", None)
@@ -131,11 +131,11 @@ class Samples:
 
 
 @contextmanager
-def _generating(trainer: Any, max_new_tokens: int) -> Iterator[None]:
+def _generation_mode(trainer: Any, max_new_tokens: int) -> Iterator[None]:
     model = trainer.model
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    before, attention = base.generation_config, base.config._attn_implementation
-    trains, packed = model.training, attention not in ("sdpa", "eager")
+    configuration, attention = base.generation_config, base.config._attn_implementation
+    was_training, packed = model.training, attention not in ("sdpa", "eager")
     settings = copy.deepcopy(trainer.generation)
     settings.update(**dict.fromkeys(SAMPLING), max_length=None, max_new_tokens=max_new_tokens)
     settings.do_sample, settings.use_cache = False, True  # published settings may differ
@@ -143,8 +143,8 @@ def _generating(trainer: Any, max_new_tokens: int) -> Iterator[None]:
     settings.pad_token_id = next(
         (each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None), 0
     )
-    forked = fork_random(trainer.args.device)
-    with torch.no_grad(), forked, torch.compiler.set_stance("force_eager"):
+    random_states = fork_random(trainer.args.device)
+    with torch.no_grad(), random_states, torch.compiler.set_stance("force_eager"):
         try:
             base.generation_config = settings
             if packed:
@@ -154,5 +154,5 @@ def _generating(trainer: Any, max_new_tokens: int) -> Iterator[None]:
         finally:
             if packed:
                 base.set_attn_implementation(attention)
-            base.generation_config = before
-            model.train(trains)
+            base.generation_config = configuration
+            model.train(was_training)

@@ -245,7 +245,7 @@ class LiveView(TrainerCallback):
         # With soft_wrap the terminal wraps log lines, and rich does not.
         console, before = Console(highlight=False, soft_wrap=True), sys.stdout
         self.live.enter_context(Live(  # redraws take a millisecond or two of a CPU core
-            console=console, get_renderable=self._drawn, refresh_per_second=2, transient=True,
+            console=console, get_renderable=self._rendered, refresh_per_second=2, transient=True,
             redirect_stderr=sys.stderr.isatty(),
         ))  # fmt: skip
         console.show_cursor(True)  # a killed process could not make the cursor visible again
@@ -265,7 +265,7 @@ class LiveView(TrainerCallback):
             self.figures = dict(logs)
             self.losses += [logs["loss"]] if math.isfinite(logs["loss"]) else []
 
-    def _drawn(self) -> Group:
+    def _rendered(self) -> Group:
         step, steps, now = self.state.global_step, self.state.max_steps, self.progress
         doing = str(now.phase)
         if now.phase == Phase.EVALUATE and now.split:

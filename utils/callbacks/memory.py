@@ -65,10 +65,10 @@ class MemoryMonitor(TrainerCallback):
     def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
         """Read the energy counter. Reset the memory peak, so that it does not include loading."""
         self.device, self.rows = args.device, args.per_device_train_batch_size
-        self._new_peak()
+        self._read_and_reset_peak()
         self.energy_at_begin = energy_kwh(self.device)
 
-    def _new_peak(self) -> int:
+    def _read_and_reset_peak(self) -> int:
         """Return the peak in bytes of torch's allocator (0 on a CPU), then reset the peak."""
         if self.device.type != "cuda":
             return 0
@@ -80,7 +80,7 @@ class MemoryMonitor(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Save the training peak before an evaluation or a save resets it."""
         if control.should_evaluate or control.should_save:
-            self.peak_bytes = max(self.peak_bytes, self._new_peak())
+            self.peak_bytes = max(self.peak_bytes, self._read_and_reset_peak())
 
     def metrics(self) -> dict[str, float]:
         """Return {name: value} of memory and GPU use since the last training log.
@@ -106,7 +106,7 @@ class MemoryMonitor(TrainerCallback):
         before: a peak in bytes from before the last reset, which this measurement must include. All
         ranks must call this.
         """
-        peak_bytes = max(before, self._new_peak())
+        peak_bytes = max(before, self._read_and_reset_peak())
         resident = psutil.Process().memory_info().rss
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # may lag behind
         own = {"host_rss_gib": resident, "host_peak_rss_gib": max(peak, resident)}
@@ -177,8 +177,8 @@ def fullest_rank(line: Mapping[str, Any]) -> str:
     Return "" if all ranks' peaks are within 10 %. line: an event of metrics.jsonl.
     """
     *_, last = ranks = sorted(line["memory_by_rank"], key=lambda one: one["memory_peak_gib"])
-    apart = last["memory_peak_gib"] > 1.1 * ranks[0]["memory_peak_gib"]
-    return f" (rank {last['rank']} on {last['host']})" if apart else ""
+    differs = last["memory_peak_gib"] > 1.1 * ranks[0]["memory_peak_gib"]
+    return f" (rank {last['rank']} on {last['host']})" if differs else ""
 
 
 @contextlib.contextmanager
@@ -199,12 +199,12 @@ def memory_page(trainer: Any) -> Iterator[None]:
         cause = memory_cause(error, killed=memory_kills() > kills)
         if cause is None:
             raise
-        last_words = None
+        message = None
         with contextlib.suppress(Exception):  # writing may take too much memory
-            last_words = write_page(trainer, error, cause)
-        if last_words is None:
+            message = write_page(trainer, error, cause)
+        if message is None:
             raise
-        raise OutOfMemoryError(last_words) from None
+        raise OutOfMemoryError(message) from None
 
 
 def write_page(trainer: Any, error: BaseException, cause: BaseException) -> str:
@@ -218,10 +218,10 @@ def write_page(trainer: Any, error: BaseException, cause: BaseException) -> str:
     where = place(traceback.extract_tb(cause.__traceback__), LIBRARIES)
     asked = re.search(r"allocate ([\d.]+) ?(\w+)", str(cause))
     size = f"{asked[1]} {asked[2]}" if asked else "more"
-    words = f"{host_name()}: out of memory ({owner}), {phase}, step {progress.step}: "
-    words += f"cannot allocate {size} in {where}"
+    headline = f"{host_name()}: out of memory ({owner}), {phase}, step {progress.step}: "
+    headline += f"cannot allocate {size} in {where}"
     page = trainer.checkpoints.output_dir / f"out-of-memory-rank{rank}.txt"
-    parts, sizes = [words], Counter[str]()
+    parts, sizes = [headline], Counter[str]()
 
     def add(part: Callable[[], str]) -> None:
         try:
@@ -233,7 +233,7 @@ def write_page(trainer: Any, error: BaseException, cause: BaseException) -> str:
     if device == "cuda":
         dump, blocks = torch.cuda.memory._dump_snapshot, page.with_suffix(".pickle")
         add(lambda: dump(str(blocks)) or f"pytorch.org/memory_viz draws all blocks: {blocks.name}")
-    helps = ["a smaller micro-batch"]
+    savings = ["a smaller micro-batch"]
 
     def batch() -> str:
         model = f"{type(trainer.model).__name__} on {trainer.args.world_size} rank(s)"
@@ -244,18 +244,18 @@ def write_page(trainer: Any, error: BaseException, cause: BaseException) -> str:
         return model
 
     def advice() -> str:
-        helps[:] = _what_helps(trainer, phase, device, sizes[OTHERS])
-        return "\n  ".join(["what would help most", *helps[:3]])
+        savings[:] = _savings(trainer, phase, device, sizes[OTHERS])
+        return "\n  ".join(["what would help most", *savings[:3]])
 
     add(batch)
-    add(lambda: _tensors(trainer, device, sizes))
+    add(lambda: _tensor_tables(trainer, device, sizes))
     add(advice)
     add(lambda: "".join(traceback.format_exception(error)))
     if rank == 0:
         event = {"event": "out_of_memory", "step": progress.step, "rank": rank}
         event |= {"host": host_name(), "phase": phase, "page": page.name}
         trainer.callbacks.journal.write(event)
-    return f"{words}\nwhat would help most: {helps[0]}\nwhat took it: {page}"
+    return f"{headline}\nwhat would help most: {savings[0]}\nwhat took it: {page}"
 
 
 def _named_tensors(trainer: Any) -> Iterator[tuple[Any, str, str]]:
@@ -272,7 +272,7 @@ def _named_tensors(trainer: Any) -> Iterator[tuple[Any, str, str]]:
             yield value, OTHERS, f"result of {value.grad_fn.name()}" if value.grad_fn else "unnamed"
 
 
-def _tensors(trainer: Any, device: str, sizes: Counter[str]) -> str:
+def _tensor_tables(trainer: Any, device: str, sizes: Counter[str]) -> str:
     """Return two tables as text: the memory of each kind of tensors, and the largest tensors.
 
     Adds the bytes of each kind to `sizes`.
@@ -306,7 +306,7 @@ def _tensors(trainer: Any, device: str, sizes: Counter[str]) -> str:
     return "\n\nthe largest tensors\n".join(lines)
 
 
-def _what_helps(trainer: Any, phase: str, device: str, others: int) -> list[str]:
+def _savings(trainer: Any, phase: str, device: str, others: int) -> list[str]:
     """Return texts with changes of settings that would save memory, largest saving first.
 
     phase: load, train, eval or save. others: the bytes of tensors that are not weights, gradients

@@ -84,7 +84,7 @@ class Throughput(TrainerCallback):
             self._count_flops(model, args.device)
             if self.world_size > 1:
                 self.own = OwnTime(model, args.device, exchanges=self.context_parallel > 1)
-        self._leave_out()
+        self._restart_clock()
         self.elapsed_s = 0.0
 
     def _count_flops(self, model: Any, device: torch.device) -> None:
@@ -128,18 +128,18 @@ class Throughput(TrainerCallback):
 
     def _count_time(self) -> None:
         before, graphs_before = self.counted_until, self.graphs_before
-        self._leave_out()
+        self._restart_clock()
         self.elapsed_s += self.counted_until - before
         self.graphs += self.graphs_before - graphs_before
 
-    def _leave_out(self, *_: Any, **__: Any) -> None:
+    def _restart_clock(self, *_: Any, **__: Any) -> None:
         """Read the clock. The time since the last reading does not count as time of steps."""
         self.counted_until = self.clock()
         dynamo = sys.modules.get("torch._dynamo.utils")  # absent until something is compiled
         # The number of graphs that torch has compiled in this process or loaded from its cache.
         self.graphs_before = int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
-    on_evaluate = on_save = _leave_out
+    on_evaluate = on_save = _restart_clock
 
     def _begin_window(self) -> None:
         self.window_step, self.elapsed_s, self.graphs = self.step, 0.0, 0
@@ -198,14 +198,14 @@ class OwnTime:
             # Hook the model inside DDP: DDP's own forward begins with a broadcast of buffers.
             model.register_forward_pre_hook(self._begin)
             model.register_forward_hook(self._forward_ends)
-            model.get_input_embeddings().register_forward_hook(self._embedded)
+            model.get_input_embeddings().register_forward_hook(self._embedding_ends)
 
     def _forward_ends(self, model: torch.nn.Module, _: Any, output: Any) -> None:
         if model.training:
             self._end()
             output["loss"].register_hook(self._begin)
 
-    def _embedded(self, embedding: torch.nn.Module, _: Any, output: torch.Tensor) -> None:
+    def _embedding_ends(self, embedding: torch.nn.Module, _: Any, output: torch.Tensor) -> None:
         # If the embedding needs no gradient (LoRA), only forward passes are counted.
         if embedding.training and output.requires_grad:
             output.register_hook(self._end)

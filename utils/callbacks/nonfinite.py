@@ -63,7 +63,7 @@ class NonFiniteGuard(TrainerCallback):
         self.losses: list[torch.Tensor] = []  # of the current step
         # Copies from the device: the step, its losses and gradient norm (float32), and the event
         # after which the copy is complete (None on a CPU).
-        self.on_their_way: list[tuple[int, torch.Tensor, torch.cuda.Event | None]] = []
+        self.pending: list[tuple[int, torch.Tensor, torch.cuda.Event | None]] = []
         self.findings: list[Finding] = []  # of this rank
 
     @override
@@ -95,7 +95,7 @@ class NonFiniteGuard(TrainerCallback):
         if self.device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record()
-        self.on_their_way.append((step, values, ready))
+        self.pending.append((step, values, ready))
 
     @override
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -126,23 +126,23 @@ class NonFiniteGuard(TrainerCallback):
             commands = next_commands(self.output_dir, spikes[0], saved)
             raise SpikeError(f"{spikes[0]}\n{commands}\nto train past it: --on_spike none")
         if found:
-            given = found, self.loader, self.output_dir, self.context_parallel
-            raise NotFiniteError(on_rank_0(lambda: write_report(*given), group))
+            facts = found, self.loader, self.output_dir, self.context_parallel
+            raise NotFiniteError(on_rank_0(lambda: write_report(*facts), group))
 
     def _read(self, wait: bool) -> None:
-        while self.on_their_way:
-            step, values, ready = self.on_their_way[0]
+        while self.pending:
+            step, values, ready = self.pending[0]
             if ready is not None and wait:
                 ready.synchronize()
             if ready is not None and not ready.query():
                 return
-            del self.on_their_way[0]
+            del self.pending[0]
             self.last_step = step
             *losses, norm = values.tolist()
-            spoilt = {index: loss for index, loss in enumerate(losses) if not math.isfinite(loss)}
+            faulty = {index: loss for index, loss in enumerate(losses) if not math.isfinite(loss)}
             wrong_norm = not math.isfinite(norm) or norm < 0  # DeepSpeed's norm of NaN is -1
-            if spoilt or wrong_norm:
-                finding = Finding(self.rank, step, spoilt, norm if wrong_norm else None)
+            if faulty or wrong_norm:
+                finding = Finding(self.rank, step, faulty, norm if wrong_norm else None)
                 self.findings.append(finding)
 
     @override

@@ -53,16 +53,16 @@ class ResumeCheck(TrainerCallback):
         self.resumed_at = state.global_step
         lines, self.journal.earlier = self.journal.earlier, []
         if self.count and self.resumed_at:
-            self.due = on_rank_0(lambda: self._plan(lines))
+            self.due = on_rank_0(lambda: self._steps_to_compare(lines))
 
-    def _plan(self, lines: Sequence[Values]) -> list[int]:
+    def _steps_to_compare(self, lines: Sequence[Values]) -> list[int]:
         try:
-            *starts, self.now = RunRecord(self.journal.path.parent).starts
+            *starts, self.new_start = RunRecord(self.journal.path.parent).starts
             index, self.logs = logs_after(self.resumed_at, lines, starts)
             if not self.logs:
                 return []
-            self.then, later = starts[index], [*starts[index + 1 :], self.now]
-            launches = [start["launch"] for start in (self.then, self.now)]
+            self.old_start, later = starts[index], [*starts[index + 1 :], self.new_start]
+            launches = [start["launch"] for start in (self.old_start, self.new_start)]
             gpus = [{(host, gpu) for host, gpu in launch["gpus"]} for launch in launches]
             self.suspects = sorted(gpus[0] ^ gpus[1])
             alike = all(launches[0].get(name) == launches[1].get(name) for name in ALIKE)
@@ -73,7 +73,7 @@ class ResumeCheck(TrainerCallback):
                 logger.info("resume check: left out, changed: %s", changed)
             elif self.suspects:
                 due = sorted(self.logs)[: self.count]
-                self.repeated = logs_by_host(due, lines, [*starts, self.now], but=index)
+                self.repeated = logs_by_host(due, lines, [*starts, self.new_start], but=index)
                 return due
         except Exception as error:  # a record that is damaged or of an older version
             logger.warning("resume check: left out, provenance.json lacks: %r", error)
@@ -91,11 +91,12 @@ class ResumeCheck(TrainerCallback):
 
         If the logs differ, rename the checkpoints since the resume and raise UnfitClusterError.
         """
-        there, here = (", ".join(one["launch"]["hosts"]) for one in (self.then, self.now))
+        starts = self.old_start, self.new_start
+        old, new = (", ".join(start["launch"]["hosts"]) for start in starts)
         text = difference(self.logs[step], logs, self.exact)
         if not text:
             logger.info(
-                "resume check: step %d is as on %s. The run repeats this step anyway", step, there
+                "resume check: step %d is as on %s. The run repeats this step anyway", step, old
             )
             return
         checkpoints = self.journal.checkpoints
@@ -103,28 +104,28 @@ class ResumeCheck(TrainerCallback):
         saved = [checkpoints.directory(save.step) for save in checkpoints.saves]
         for path in filter(Path.is_dir, saved):
             logger.warning("%s may be wrong: set aside as %s", path, set_aside(path, DAMAGED))
-        cause = f"step {step}: {text}, first on {there}, then on {here}"
+        cause = f"step {step}: {text}, first on {old}, then on {new}"
         faults = {host: Fault(host, "mismatch", cause, gpu) for host, gpu in self.suspects}
         agreeing = [
             hosts for at, hosts, log in self.repeated
-            if at == step and hosts != here and not difference(log, logs, self.exact)
+            if at == step and hosts != new and not difference(log, logs, self.exact)
         ]  # fmt: skip
         checkpoint = f"checkpoint-{self.resumed_at}"
         if agreeing:
-            said = (
-                f"{cause}. {agreeing[0]} computed it as {here} does, so {there} was wrong, and "
+            message = (
+                f"{cause}. {agreeing[0]} computed it as {new} does, so {old} was wrong, and "
                 f"{checkpoint} may be: resume from an earlier checkpoint, or with "
                 "--verify_resume_steps 0 from this one."
             )
-            faults = {host: fault for host, fault in faults.items() if host in there.split(", ")}
+            faults = {host: fault for host, fault in faults.items() if host in old.split(", ")}
         else:
-            said = (
+            message = (
                 f"{cause}. One of these nodes computes wrong. Submit the same command again with "
-                f"--exclude={','.join(faults)}. If a third node agrees with {there}, the run goes "
-                f"on, and {here} was wrong. If not, {there} was, and so may be {checkpoint}. "
+                f"--exclude={','.join(faults)}. If a third node agrees with {old}, the run goes "
+                f"on, and {new} was wrong. If not, {old} was, and so may be {checkpoint}. "
                 "--verify_resume_steps 0 resumes without this check."
             )
-        raise UnfitClusterError([said, *filter(None, [record(faults.values())])])
+        raise UnfitClusterError([message, *filter(None, [record(faults.values())])])
 
 
 def logs_after(

@@ -115,7 +115,7 @@ class StopWatch(TrainerCallback):
         self.agreement: Agreement | None = None  # while training
         self.deadline: Deadline | None = None  # of the job; only on rank 0
         self.budget: Deadline | None = None  # of max_gpu_hours; only on rank 0
-        self.found, self.reason = NOTHING, ""  # the request of this rank, and the reason
+        self.request, self.reason = NOTHING, ""  # the request of this rank, and the reason
         self.looked_at = float("-inf")
         self.warned = self.save_due = self.saved_since_turn = False
         self.last_event: float | None = None
@@ -160,7 +160,7 @@ class StopWatch(TrainerCallback):
         if args.save_strategy == SaveStrategy.NO:
             self.save_minutes = 0.0
         self.agreement = Agreement(args.ddp_timeout)
-        self._begin_turn(self.agreement)
+        self._begin_all_reduce(self.agreement)
 
     def limit_s(self) -> float | None:
         """Return the seconds until the job's time limit, or None without a limit."""
@@ -178,7 +178,7 @@ class StopWatch(TrainerCallback):
         if self.first_step:
             self.first_step, self.last_event = False, self.clock()
             enter_stage(Stage.TRAINING)  # from now on a stop has something to save
-        agreed = self._take_turn()
+        agreed = self._agreed_request()
         last = state.global_step >= state.max_steps
         if last and args.logging_strategy == IntervalStrategy.STEPS:
             control.should_log = True  # the report and the model card show the last step
@@ -187,7 +187,7 @@ class StopWatch(TrainerCallback):
         if agreed >= STOPPING and last and not due:
             if self.rank == 0:
                 logger.info("finishing, not stopping: step %d is the last", self.step)
-            self._consume(STOP)
+            self._clear_requests(STOP)
         elif agreed >= STOPPING:
             self.evaluation_due = due  # there may be no time now: the resumed run evaluates first
             self._stop(agreed, f"step {self.step}", control)
@@ -203,7 +203,7 @@ class StopWatch(TrainerCallback):
         """
         if self.agreement is None:
             return  # the evaluation of a finished run
-        agreed = self._take_turn()
+        agreed = self._agreed_request()
         if agreed >= STOPPING:
             self.evaluation_due = True
             self._stop(agreed, f"a part of the evaluation at step {self.step}", control)
@@ -212,35 +212,35 @@ class StopWatch(TrainerCallback):
         if self.stopped:
             raise EvaluationInterrupted
 
-    def _take_turn(self) -> int:
+    def _agreed_request(self) -> int:
         """Return the largest of all ranks' requests (numbers), and begin the next all-reduce.
 
         With several ranks, the result is from the requests at the previous call.
         """
         assert self.agreement is not None, "on_train_begin comes first"
-        self._count_event()
+        self._store_event_time()
         alone = self.agreement.group is None
         if alone:
-            self._begin_turn(self.agreement)
+            self._begin_all_reduce(self.agreement)
         agreed = self.agreement.result()
         if agreed >= FAILED:
             self.progress.begin(Phase.SAVE, self.step)
             self.checkpoints.finish()  # raises the error of the failed save
         # A checkpoint written since this all-reduce began fulfils the request.
         if agreed == SAVING and not self.save_due:
-            self._consume(SAVE)
+            self._clear_requests(SAVE)
             self.save_due = not self.saved_since_turn
             if self.save_due and self.rank == 0:
                 logger.info("saving at step %d, then continuing: %s", self.step, self.reason)
         if not alone:
-            self._begin_turn(self.agreement)
+            self._begin_all_reduce(self.agreement)
         return agreed
 
-    def _begin_turn(self, agreement: Agreement) -> None:
-        agreement.begin_turn(self._look())
+    def _begin_all_reduce(self, agreement: Agreement) -> None:
+        agreement.begin_turn(self._own_request())
         self.saved_since_turn = False
 
-    def _look(self) -> int:
+    def _own_request(self) -> int:
         """Return this rank's request, a number: NOTHING, SAVING, STOPPING + rank, SPENT or FAILED.
 
         A request to stop remains until the run ends.
@@ -248,26 +248,26 @@ class StopWatch(TrainerCallback):
         if self.checkpoints.failed:
             return FAILED
         now = self.clock()
-        if self.found >= STOPPING or now - self.looked_at < LOOK_INTERVAL_S:
-            return self.found
-        self.looked_at, self.found = now, NOTHING
-        directory, files = self.checkpoints.output_dir, self._files() if self.rank == 0 else set()
+        if self.request >= STOPPING or now - self.looked_at < LOOK_INTERVAL_S:
+            return self.request
+        self.looked_at, self.request = now, NOTHING
+        directory, files = self.checkpoints.output_dir, self._listing() if self.rank == 0 else set()
         stop = self.signalled() or (str(directory / STOP) if STOP in files else None)
         if stop is None and self.deadline is not None:
             stop = self.deadline.reason(now)
         spent = self.budget.reason(now) if self.budget is not None else None
         if spent is not None:
-            self.found, self.reason = SPENT, spent
+            self.request, self.reason = SPENT, spent
         elif stop is not None:
-            self.found, self.reason = STOPPING + self.rank, stop
+            self.request, self.reason = STOPPING + self.rank, stop
         elif SAVE in files:
-            self.found, self.reason = SAVING, str(directory / SAVE)
+            self.request, self.reason = SAVING, str(directory / SAVE)
         elif self.rank == 0 and 0 < 60 * self.save_minutes <= now - self.saved_at:
             minutes = f"{self.save_minutes:g} minutes since the last checkpoint (save_minutes)"
-            self.found, self.reason = SAVING, minutes
-        return self.found
+            self.request, self.reason = SAVING, minutes
+        return self.request
 
-    def _files(self) -> set[str]:
+    def _listing(self) -> set[str]:
         try:
             # List the directory: NFS caches for a while that a single name is missing.
             return {path.name for path in self.checkpoints.output_dir.iterdir()}
@@ -277,10 +277,10 @@ class StopWatch(TrainerCallback):
             self.warned = True
             return set()
 
-    def _consume(self, *names: str) -> None:
+    def _clear_requests(self, *names: str) -> None:
         """Reset this rank's request to save. Rank 0 also removes the files `names` (STOP, SAVE)."""
-        if self.found < STOPPING:
-            self.found = NOTHING
+        if self.request < STOPPING:
+            self.request = NOTHING
         if self.rank == 0:
             for name in names:
                 (self.checkpoints.output_dir / name).unlink(missing_ok=True)
@@ -288,10 +288,10 @@ class StopWatch(TrainerCallback):
     def _stop(self, agreed: int, place: str, control: TrainerControl) -> None:
         self.stopped, self.spent = True, agreed == SPENT
         if self.rank == 0:
-            own = self.found == STOPPING or self.spent
+            own = self.request == STOPPING or self.spent
             self.reason = self.reason if own else f"a signal to rank {agreed - STOPPING}"
             logger.info("stopping after %s: %s", place, self.reason)
-        self._consume(STOP, SAVE)
+        self._clear_requests(STOP, SAVE)
         control.should_evaluate, control.should_training_stop = False, True
 
     def _ask_for_save(
@@ -314,10 +314,10 @@ class StopWatch(TrainerCallback):
         """Reset requests to save. Restart the clock, because a save is not part of a step."""
         self.save_due, self.saved_since_turn = False, True
         self.saved_at = self.last_event = self.clock()
-        if self.found == SAVING:
-            self.found = NOTHING
+        if self.request == SAVING:
+            self.request = NOTHING
 
-    def _count_event(self, *_: Any, **__: Any) -> None:
+    def _store_event_time(self, *_: Any, **__: Any) -> None:
         """Store the time since the last event. The time of a step is estimated from these times."""
         before, self.last_event = self.last_event, self.clock()
         for deadline in (self.deadline, self.budget):
@@ -325,7 +325,7 @@ class StopWatch(TrainerCallback):
                 deadline.steps_s.append(self.last_event - before)
 
     # A log waits for the device, so it measures the time of steps on a GPU.
-    on_log = on_evaluate = _count_event
+    on_log = on_evaluate = _store_event_time
 
     @override
     def on_train_end(self, *_: Any, **__: Any) -> None:

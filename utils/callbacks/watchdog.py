@@ -36,7 +36,7 @@ PAGE, FOLDER = "hang.txt", "hang"  # in the run directory; the folder has rank-N
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 MISMATCH = ": MISMATCH, ranks do different things"
 # hang.txt shows threads, besides the main thread, that run code in these folders.
-_SHOWN = ("utils/checkpoints/", "utils/data/", "torch/utils/data/")
+_THREAD_CODE = ("utils/checkpoints/", "utils/data/", "torch/utils/data/")
 
 
 class HangWatch(TrainerCallback):
@@ -105,7 +105,7 @@ class HangWatch(TrainerCallback):
     def _watch(self) -> None:
         while not self.left.wait(min(1.0, self.timeout_s / 20)):
             hangs = self.look() >= 1
-            others = [] if self.silent_s < self.timeout_s / 2 else _notes()
+            others = [] if self.silent_s < self.timeout_s / 2 else _read_notes()
             if hangs or any(note.kind == "hung" for note in others):
                 with self.ending:
                     if not self.left.is_set():
@@ -126,22 +126,22 @@ class HangWatch(TrainerCallback):
         )
         known = {"beats": self.beats, "waiting": waits_for_ranks(frames)}
         note = leave_note("hung", ExitCode.LOST_RANK, text, self.rank, **known)
-        self._say(f"{text}\n{''.join(traceback.format_list(frames))}")
+        self._log(f"{text}\n{''.join(traceback.format_list(frames))}")
         phase = self.progress.phase
         for action in (
             lambda: leave_record(self.output_dir, note, phase),
             lambda: note_hang(self.silent_s),
-            self._judge,
+            self._report_cause,
         ):
             try:
                 action()
             except Exception as error:  # storage, torch's recorder: the run ends all the same
-                self._say(f"{PAGE} is not written, or without this rank: {error!r}")
+                self._log(f"{PAGE} is not written, or without this rank: {error!r}")
         limit.cancel()
         faulthandler.cancel_dump_traceback_later()
         self.end(ExitCode.LOST_RANK)
 
-    def _judge(self) -> None:
+    def _report_cause(self) -> None:
         """Find the rank that caused the hang in all ranks' notes, and tell the launcher.
 
         The lowest rank that hangs logs the result and writes hang.txt.
@@ -151,26 +151,26 @@ class HangWatch(TrainerCallback):
             if time.monotonic() > end:
                 break
             time.sleep(0.1)
-        left = [*(Note(**record["note"]) for record in records.values()), *_notes()]
+        left = [*(Note(**record["note"]) for record in records.values()), *_read_notes()]
         notes = list({note.rank: note for note in left}.values())
         if not notes:
             return  # no note could be written: the stack above is the only report
         verdict = hang_verdict(notes, self.hosts)
         leave_verdict(verdict, ExitCode.LOST_RANK)
         if self.rank == min(note.rank for note in notes):
-            self._say(verdict)
+            self._log(verdict)
             if known_loss(self.output_dir) is None:  # otherwise another job owns the directory
                 write_page(self.output_dir, verdict, self.step, self.hosts, records)
-                self._say(f"where each rank stood: {self.output_dir / PAGE}")
+                self._log(f"where each rank stood: {self.output_dir / PAGE}")
         else:  # let the lowest rank write first: the launcher ends all ranks when one rank ends
             time.sleep(OTHERS_LIMIT_S / 2)
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         origin = f"{host_name()} rank {self.rank}  "
         write_error("".join(f"{origin}{line}\n" for line in text.splitlines()))
 
 
-def _notes() -> list[Note]:
+def _read_notes() -> list[Note]:
     try:
         return read_notes()
     except OSError:
@@ -182,14 +182,14 @@ def leave_record(output_dir: Path, note: Note, phase: str) -> None:
     stacks = {}
     for thread in threading.enumerate():
         lines = [place([frame], LIBRARIES) for frame in thread_frames(thread.ident or 0)]
-        if thread.name == "MainThread" or any(line.startswith(_SHOWN) for line in lines):
+        if thread.name == "MainThread" or any(line.startswith(_THREAD_CODE) for line in lines):
             # Leave out the frames in which Python starts the thread.
             stacks[thread.name] = list(itertools.dropwhile(lambda line: line[0] in "/<", lines))
     dumps = [getattr(torch._C._distributed_c10d, name, None) for name in _DUMPS]
     traces = [json.loads(dump(True, False)) for dump in dumps if dump]
     entries = [entry for trace in traces for entry in trace.get("entries", [])]
-    unlike = {json.dumps(entry): entry for entry in entries if not entry["is_p2p"]}
-    entries = sorted(unlike.values(), key=lambda entry: entry["time_created_ns"])
+    distinct = {json.dumps(entry): entry for entry in entries if not entry["is_p2p"]}
+    entries = sorted(distinct.values(), key=lambda entry: entry["time_created_ns"])
     record = {
         "note": dataclasses.asdict(note), "phase": phase, "stacks": stacks,
         "groups": last_and_pending(entries), "collectives": entries[-200:],
@@ -235,18 +235,18 @@ def compare(records: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> l
     """
     lines = []
     for group in sorted({name for record in records.values() for name in record["groups"]}):
-        at = {rank: record["groups"].get(group, {}) for rank, record in sorted(records.items())}
-        pending = {stands["pending"] for stands in at.values() if "pending" in stands}
+        ranks = {rank: record["groups"].get(group, {}) for rank, record in sorted(records.items())}
+        pending = {state["pending"] for state in ranks.values() if "pending" in state}
         if not pending:
             continue
         # If one sequence number has several operations or sizes, the ranks do different things.
-        parted = len({text.split()[0] for text in pending}) < len(pending)
-        lines.append(f"  {group}{MISMATCH if parted else ''}")
+        mismatch = len({text.split()[0] for text in pending}) < len(pending)
+        lines.append(f"  {group}{MISMATCH if mismatch else ''}")
         texts = {
-            rank: f"in {stands.get('pending', 'none')}; completed {stands.get('completed', 'none')}"
-            for rank, stands in at.items()
+            rank: f"in {state.get('pending', 'none')}; completed {state.get('completed', 'none')}"
+            for rank, state in ranks.items()
         }
-        lines += [f"    {line}" for line in _grouped(texts, hosts)]
+        lines += [f"    {line}" for line in _group_ranks(texts, hosts)]
     return lines or ["  none that torch recorded"]
 
 
@@ -259,23 +259,23 @@ def write_page(
     hosts: see `compare`.
     """
     utc = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    lines, under_way = [f"{utc}: the run hung after step {step}.", verdict], compare(records, hosts)
-    if any(MISMATCH in line for line in under_way):
+    lines, pending = [f"{utc}: the run hung after step {step}.", verdict], compare(records, hosts)
+    if any(MISMATCH in line for line in pending):
         lines.append("But ranks are in different collectives, see below: that is the cause.")
-    lines += ["", "Collectives under way (all: hang/rank-N.json)", *under_way]
-    silent = dict.fromkeys(sorted(set(range(len(hosts))) - set(records)), "no record")
-    lines += [f"\n{line} (stopped, frozen or gone)" for line in _grouped(silent, hosts)]
+    lines += ["", "Collectives under way (all: hang/rank-N.json)", *pending]
+    missing = dict.fromkeys(sorted(set(range(len(hosts))) - set(records)), "no record")
+    lines += [f"\n{line} (stopped, frozen or gone)" for line in _group_ranks(missing, hosts)]
     states = {}
     for rank, record in sorted(records.items()):
         waits = "waits for other ranks" if record["note"]["waiting"] else "waits for no other rank"
         part = [f"{record['phase']}, beat {record['note']['beats']}, {waits}"]
         part += ["\n    ".join([f"  {name}", *stack]) for name, stack in record["stacks"].items()]
         states[rank] = "\n".join(part)
-    lines += [f"\n{text}" for text in _grouped(states, hosts)]
+    lines += [f"\n{text}" for text in _group_ranks(states, hosts)]
     replace_text(output_dir / PAGE, "\n".join([*lines, ""]))
 
 
-def _grouped(texts: Mapping[int, str], hosts: Sequence[str]) -> list[str]:
+def _group_ranks(texts: Mapping[int, str], hosts: Sequence[str]) -> list[str]:
     """Return one line per distinct text in {rank: text}: `ranks 0-2 on n1; rank 7 on n2: TEXT`."""
     lines = []
     for text in dict.fromkeys(texts.values()):

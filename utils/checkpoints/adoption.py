@@ -101,8 +101,8 @@ def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignChe
     paths_inside(directory, (f"{RECORD}/{CONFIG}", f"{RECORD}/{PROVENANCE}"), FLAG)
     paths_inside(directory.parent, (CONFIG, PROVENANCE, JOURNAL), FLAG)
     for record in (directory / RECORD, directory.parent):
-        whole = (record / CONFIG).is_file() and (record / PROVENANCE).is_file()
-        if whole and RunRecord(record).run_id == manifest.run_id:
+        complete = (record / CONFIG).is_file() and (record / PROVENANCE).is_file()
+        if complete and RunRecord(record).run_id == manifest.run_id:
             return ForeignCheckpoint(directory, record, manifest)
     raise ConfigurationError(
         f"{FLAG} {directory}: an earlier version of Stoker wrote it, which kept the settings in "

@@ -172,7 +172,7 @@ def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Pat
     if damaged and found is None:
         raise StorageError(
             [
-                *(f"{host_name()}: {directory}: {shown}." for directory, shown in damaged.items()),
+                *(f"{host_name()}: {directory}: {text}." for directory, text in damaged.items()),
                 "no committed checkpoint of this run is whole: check the storage and restore one "
                 "of them; or move them away to start again at step 0.",
             ]
@@ -185,9 +185,9 @@ def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Pat
             logger.warning("%s was not committed: set aside as %s", directory, name)
         if found is not None:
             logger.info("resuming from %s", found)
-    for directory, shown in damaged.items():
+    for directory, text in damaged.items():
         name = "not used" if dry_run else f"set aside as {set_aside(directory, DAMAGED)}"
-        logger.warning("%s is damaged (%s): %s; check the storage", directory, shown, name)
+        logger.warning("%s is damaged (%s): %s; check the storage", directory, text, name)
     return found
 
 
@@ -230,8 +230,8 @@ def rotate(output_dir: Path, run_id: str, keep: int | None) -> None:
     None for `keep` keeps all. Also delete directories incomplete.*, which are uncommitted
     checkpoints that `resume_point` renamed.
     """
-    spare = _spare(committed_checkpoints(output_dir, run_id), keep)
-    for directory in [*leftovers(output_dir, INCOMPLETE), *spare]:
+    old = _old_checkpoints(committed_checkpoints(output_dir, run_id), keep)
+    for directory in [*leftovers(output_dir, INCOMPLETE), *old]:
         delete(directory)
 
 
@@ -260,10 +260,10 @@ def find_room(
         committed = committed_checkpoints(output_dir, run_id)
         deletable = leftovers(output_dir, DELETING, RESHARDED, INCOMPLETE)
         deletable += uncommitted_checkpoints(output_dir)
-        spare = _spare(committed, None if keep is None else keep - 1)
-        deletable += spare[: max(0, len(committed) - LEAST_KEPT)]
-    one = committed[0][1].size_bytes * MARGIN if committed else estimated_bytes
-    needed = count * one + RESERVE_BYTES
+        old = _old_checkpoints(committed, None if keep is None else keep - 1)
+        deletable += old[: max(0, len(committed) - LEAST_KEPT)]
+    size = committed[0][1].size_bytes * MARGIN if committed else estimated_bytes
+    needed = count * size + RESERVE_BYTES
     free = room = free_bytes(output_dir)
     doomed: list[Path] = []
     for directory in deletable:
@@ -273,7 +273,7 @@ def find_room(
         room += taken_bytes(directory)
     if room < needed:
         raise StorageError(
-            f"{host_name()}: {count} more checkpoint(s) of about {readable(one)} will be there at "
+            f"{host_name()}: {count} more checkpoint(s) of about {readable(size)} will be there at "
             f"once, {output_dir} has {readable(free)} free and {readable(room - free)} more once "
             f"old ones are deleted: {readable(needed - room)} are missing. Make room there (see "
             "also your quota), then start the same command again; no checkpoint was touched."
@@ -307,7 +307,7 @@ def deletable_checkpoints(output_dir: Path) -> list[Path]:
     older = [path for step, path in numbered_checkpoints(output_dir) if step < whole[0][1].step]
     damaged = [path for path in older if path not in intact]
     left = leftovers(output_dir, INCOMPLETE, DAMAGED, DELETING)
-    return [*_spare(whole, LEAST_KEPT), *damaged, *left]
+    return [*_old_checkpoints(whole, LEAST_KEPT), *damaged, *left]
 
 
 def free_bytes(directory: Path) -> int:
@@ -320,7 +320,7 @@ def taken_bytes(directory: Path) -> int:
     return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def _spare(committed: Sequence[tuple[Path, Manifest]], keep: int | None) -> list[Path]:
+def _old_checkpoints(committed: Sequence[tuple[Path, Manifest]], keep: int | None) -> list[Path]:
     """Return the paths of old checkpoints, oldest first. None for `keep` gives [].
 
     The newest `keep` checkpoints and the best checkpoint are left out. committed: newest first.

@@ -112,7 +112,7 @@ def flush_and_record(
     threads = THREADS if source is None else COPY_THREADS
     paths = [directory / name for name in names]
 
-    def bring(name: str, path: Path) -> int:
+    def copy_and_flush(name: str, path: Path) -> int:
         if source is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, path)
@@ -120,9 +120,9 @@ def flush_and_record(
         return path.stat().st_size
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        brought = [pool.submit(bring, *each) for each in zip(names, paths, strict=True)]
+        copies = [pool.submit(copy_and_flush, *each) for each in zip(names, paths, strict=True)]
         digests = file_digests([(source or directory) / name for name in names], threads)
-        sizes = [work.result() for work in brought]
+        sizes = [work.result() for work in copies]
     for folder in sorted({path.parent for path in paths} | {directory}):
         flush(folder)
     return dict(zip(names, map(FileRecord, sizes, digests), strict=True))
@@ -137,10 +137,10 @@ def file_problems(
     agree, compare contents. Without `tensors`, read only files with a suffix in DESCRIPTIONS:
     configuration and tokenizer files.
     """
-    there = set(list_files(directory))
-    problems = [f"{name} is missing" for name in sorted(records.keys() - there)]
-    problems += [f"{name} was not committed" for name in sorted(there - records.keys())]
-    for name in sorted(there & records.keys()):
+    found = set(list_files(directory))
+    problems = [f"{name} is missing" for name in sorted(records.keys() - found)]
+    problems += [f"{name} was not committed" for name in sorted(found - records.keys())]
+    for name in sorted(found & records.keys()):
         committed = records[name].size_bytes
         if (size := (directory / name).stat().st_size) != committed:
             problems.append(f"{name} has {size:,} bytes, not {committed:,}")
@@ -173,7 +173,7 @@ def file_digests(paths: Iterable[Path], threads: int = THREADS) -> list[str]:
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         started = [
             [
-                pool.submit(_part, path, begin)
+                pool.submit(_part_digest, path, begin)
                 for begin in range(0, max(path.stat().st_size, 1), PART_BYTES)
             ]
             for path in paths
@@ -202,7 +202,7 @@ def cached_digests(files: Sequence[Path]) -> dict[str, str]:
     return digests
 
 
-def _part(path: Path, begin: int) -> bytes:
+def _part_digest(path: Path, begin: int) -> bytes:
     """Return the SHA-256 (bytes) of a part of a file: up to PART_BYTES from offset `begin`."""
     digest, left = hashlib.sha256(), PART_BYTES
     with path.open("rb") as file:
@@ -275,7 +275,7 @@ def read_manifest(directory: Path) -> Manifest:
             files = {name: FileRecord(**record) for name, record in committed.pop("files").items()}
             manifest = Manifest(**committed, files=files)
             paths_inside(directory, [MANIFEST, *files], path)
-            if MANIFEST in files or not _has_its_types(manifest):
+            if MANIFEST in files or not _has_valid_types(manifest):
                 raise TypeError("an entry has another form than Stoker writes")
             return manifest
     except ConfigurationError as error:
@@ -288,15 +288,15 @@ def read_manifest(directory: Path) -> Manifest:
     )
 
 
-def _has_its_types(manifest: Manifest) -> bool:
+def _has_valid_types(manifest: Manifest) -> bool:
     """Return whether all fields have the right types, and the run id is safe in file names."""
     sizes = [record.size_bytes for record in manifest.files.values()]
     counts = [manifest.world_size, manifest.global_batch_size, manifest.step, *sizes]
     counts += [manifest.samples, manifest.tokens]
-    counted = all(type(count) is int and count >= 0 for count in counts)
+    valid_counts = all(type(count) is int and count >= 0 for count in counts)
     texts = [manifest.strategy, manifest.time, *(each.sha256 for each in manifest.files.values())]
-    named = isinstance(manifest.run_id, str) and RUN_ID.fullmatch(manifest.run_id) is not None
-    return counted and named and all(isinstance(text, str) for text in texts)
+    valid_id = isinstance(manifest.run_id, str) and RUN_ID.fullmatch(manifest.run_id) is not None
+    return valid_counts and valid_id and all(isinstance(text, str) for text in texts)
 
 
 def _text(committed: Mapping[str, Any]) -> str:

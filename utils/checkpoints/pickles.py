@@ -23,7 +23,7 @@ from utils.config.errors import ConfigurationError
 from utils.host.atomic_files import paths_inside
 
 # Suffixes of files that are not pickles. A .distcp shard has pickled parts at offsets that are in
-# `.metadata`: `_read_sharded` checks these parts.
+# `.metadata`: `_check_sharded` checks these parts.
 HARMLESS = frozenset({
     ".json", ".jsonl", ".yaml", ".safetensors", ".jinja", ".txt", ".md", ".model", ".py", ".distcp",
 })  # fmt: skip
@@ -88,7 +88,7 @@ def forbidden(path: Path) -> str | None:
         elif path.suffix not in HARMLESS:
             with skip_data():
                 if path.name.endswith(".metadata"):
-                    _read_sharded(path)
+                    _check_sharded(path)
                 else:
                     torch.load(path, weights_only=True)
     except (OSError, ConfigurationError):
@@ -108,7 +108,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _read_sharded(metadata: Path) -> None:
+def _check_sharded(metadata: Path) -> None:
     """Check the pickles of a sharded checkpoint: `.metadata` and the non-tensor parts of shards.
 
     metadata: the path of `.metadata`. torch's FileSystemReader unpickles the same parts later.

@@ -185,7 +185,7 @@ class RunRecord:
         own, problem = self._read(PROVENANCE, _parse_provenance)
         if self._copies is None:
             lost = own is None and (self.directory / PROVENANCE).exists()
-            return own or {"starts": []}, self._lose(PROVENANCE, problem) if lost else ""
+            return own or {"starts": []}, self._report_lost(PROVENANCE, problem) if lost else ""
         copy = _parse_provenance((self._copies / PROVENANCE).read_text(encoding="utf-8"))
         count = len(copy["starts"])
         if own is not None:
@@ -202,7 +202,7 @@ class RunRecord:
         """Text of config.yaml (of the copy if damaged), and the problem as text or ""."""
         own, problem = self._read(CONFIG, _parse_config)
         if self._copies is None:
-            return own, self._lose(CONFIG, problem) if own is None else ""
+            return own, self._report_lost(CONFIG, problem) if own is None else ""
         copy = (self._copies / CONFIG).read_text(encoding="utf-8")
         of_another_run = self.run_id != RunRecord(self._copies).run_id
         if own is not None and (own == copy or of_another_run):
@@ -222,7 +222,7 @@ class RunRecord:
         except FAULTS as error:
             return None, f"{WRONG[name]} ({error})"
 
-    def _lose(self, name: str, problem: str) -> str:
+    def _report_lost(self, name: str, problem: str) -> str:
         """Raise ConfigurationError for a lost file. If `lenient`, return the error text instead.
 
         problem: the beginning of the error text. Advice for the user follows.

@@ -156,7 +156,7 @@ def remove_leftovers() -> None:
         logger.warning("%s was left in memory by a run that was killed: removed", directory)
 
 
-def _refuse_lost(output_dir: Path) -> None:
+def _check_run_lock(output_dir: Path) -> None:
     if lost := taken_over(output_dir):
         raise ConfigurationError(f"{host_name()}: {lost} Nothing more is written there.")
 
@@ -250,7 +250,7 @@ class Checkpoints:
                 return flush_and_record(target, own)
 
             size_bytes = self._commit_files(step, tokens, record)
-            self._note(Save(step, size_bytes, time.monotonic() - self.begun, 0.0))
+            self._log_save(Save(step, size_bytes, time.monotonic() - self.begun, 0.0))
             return
         written, stall_s = self.run_dir / target.name, time.monotonic() - self.begun
         self.run_dir = self.output_dir
@@ -261,7 +261,7 @@ class Checkpoints:
                 step, tokens, lambda: flush_and_record(target, own, written), background.group
             )
             background.clear()
-            self._note(Save(step, size_bytes, stall_s, time.monotonic() - begun))
+            self._log_save(Save(step, size_bytes, stall_s, time.monotonic() - begun))
 
         self.work = background.pool.submit(write)
 
@@ -278,7 +278,7 @@ class Checkpoints:
 
     def check_ownership(self) -> None:
         """Raise ConfigurationError on all ranks if another job now holds the run lock."""
-        on_rank_0(lambda: _refuse_lost(self.output_dir))
+        on_rank_0(lambda: _check_run_lock(self.output_dir))
 
     def check(self, directory: Path) -> None:
         """Raise StorageError if a checkpoint is damaged, ConfigurationError if it is unsafe."""
@@ -320,7 +320,7 @@ class Checkpoints:
                     f"{host_name()}: {directory} has files that no rank wrote "
                     f"({', '.join(unknown)}) and was not committed: does another job write there?"
                 )
-            _refuse_lost(self.output_dir)
+            _check_run_lock(self.output_dir)
             if (journal := self.output_dir / JOURNAL).exists():
                 flush(journal)  # after a power cut a resume finds the lines of all earlier steps
             write_manifest(directory, manifest)
@@ -330,7 +330,7 @@ class Checkpoints:
             rotate(self.output_dir, self.facts.run_id, self.keep)
         return manifest.size_bytes
 
-    def _note(self, save: Save) -> None:
+    def _log_save(self, save: Save) -> None:
         self.saves.append(save)
         took = f"{save.stall_s:.1f} s"
         if save.write_s:

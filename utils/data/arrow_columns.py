@@ -108,8 +108,8 @@ def find_split(path: str | Path, default_split: str = "train") -> Path:
 def _recipe_that_makes(directory: Path) -> Path | None:
     """Return the data recipe in recipes/data whose output_dir is `directory` or its parent."""
     for path in sorted(_ROOT.glob("recipes/data/*.yaml")):
-        made = re.search(r"^output_dir: (\S+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-        if made and Path(made[1]) in (directory, directory.parent):
+        match = re.search(r"^output_dir: (\S+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        if match and Path(match[1]) in (directory, directory.parent):
             return path.relative_to(_ROOT)
     return None
 

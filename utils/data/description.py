@@ -164,7 +164,7 @@ def measure(columns: Mapping[str, ListColumn]) -> Description:
     """
     tokens, loss_mask = columns[TOKENS], loss_mask_among(columns)
     lengths = np.diff(tokens.offsets)
-    found = Statistics(
+    statistics = Statistics(
         documents=len(lengths),
         tokens=int(lengths.sum()),
         loss_tokens=int(lengths.sum()) if loss_mask is None else 0,
@@ -176,7 +176,7 @@ def measure(columns: Mapping[str, ListColumn]) -> Description:
     digests = [hashlib.blake2b(digest_size=16) for _ in hashed]
     for chunk, first, last in _blocks(tokens):
         block = {name: column.documents(chunk, first, last) for name, column in columns.items()}
-        _add_block(found, first, tokens.offsets[first : last + 1], block)
+        _add_block(statistics, first, tokens.offsets[first : last + 1], block)
         for digest, column in zip(digests, hashed, strict=True):
             digest.update(block[column.name].view(np.uint8).data)
     whole = hashlib.blake2b(digest_size=16)
@@ -184,7 +184,7 @@ def measure(columns: Mapping[str, ListColumn]) -> Description:
     for digest, column in zip(digests, hashed, strict=True):
         whole.update(f"{column.name}:{column.values[0].dtype.str}".encode())
         whole.update(digest.digest())
-    return Description(found, whole.hexdigest(), loss_mask)
+    return Description(statistics, whole.hexdigest(), loss_mask)
 
 
 def _blocks(tokens: ListColumn) -> Iterator[tuple[int, int, int]]:
@@ -204,13 +204,13 @@ def _blocks(tokens: ListColumn) -> Iterator[tuple[int, int, int]]:
 
 
 def _add_block(
-    found: Statistics, first: int, offsets: np.ndarray, block: Mapping[str, np.ndarray]
+    statistics: Statistics, first: int, offsets: np.ndarray, block: Mapping[str, np.ndarray]
 ) -> None:
     ids, starts, loss_mask = block[TOKENS], offsets - offsets[0], loss_mask_among(block)
     if ids.size:
-        ends = [int(ids.min()), int(ids.max()), found.min_token_id, found.max_token_id]
+        ends = [int(ids.min()), int(ids.max()), statistics.min_token_id, statistics.max_token_id]
         known = [end for end in ends if end is not None]
-        found.min_token_id, found.max_token_id = min(known), max(known)
+        statistics.min_token_id, statistics.max_token_id = min(known), max(known)
     faults = {}  # by name: bool (tokens,)
     if PADDING in block:
         faults["first_padded_row"] = block[PADDING] == 0
@@ -221,14 +221,14 @@ def _add_block(
             faults["first_differing_label_row"] = (mask != IGNORED_LABEL) & (mask != ids)
         else:
             faults["first_bad_mask_row"] = (mask != 0) & (mask != 1)
-        found.loss_tokens += int(np.count_nonzero(trained))
+        statistics.loss_tokens += int(np.count_nonzero(trained))
         sums = np.concatenate([[0], trained.cumsum()])
         # For each document: the number of trained tokens after its first token.
         after_first = sums[starts[1:]] - sums[np.minimum(starts[:-1] + 1, starts[1:])]
-        without = np.flatnonzero((after_first == 0) & (np.diff(starts) > 0))
-        if without.size and found.first_row_without_loss is None:
-            found.first_row_without_loss = first + int(without[0])
+        rows_without_loss = np.flatnonzero((after_first == 0) & (np.diff(starts) > 0))
+        if rows_without_loss.size and statistics.first_row_without_loss is None:
+            statistics.first_row_without_loss = first + int(rows_without_loss[0])
     for name, fault in faults.items():
-        if getattr(found, name) is None and fault.any():
+        if getattr(statistics, name) is None and fault.any():
             row = int(np.searchsorted(starts, fault.argmax(), side="right")) - 1
-            setattr(found, name, first + row)
+            setattr(statistics, name, first + row)

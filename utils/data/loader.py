@@ -92,9 +92,9 @@ class PackedDataset(Dataset):
 
     def padded(self, to_longest: bool) -> "PackedDataset":
         """Return a copy of this dataset with the given `to_longest`."""
-        found = copy.copy(self)
-        found.to_longest = to_longest
-        return found
+        copied = copy.copy(self)
+        copied.to_longest = to_longest
+        return copied
 
     def __len__(self) -> int:
         return int(self.first_of_source[-1])
@@ -108,23 +108,23 @@ class PackedDataset(Dataset):
         owners, tokens, trained = [], [], []
         used = np.zeros(count, dtype=np.int64)  # tokens of each sequence
         sources = np.zeros((len(self.plans), count), dtype=bool)
-        for source, indices, own in self._by_source(np.asarray(sequences, dtype=np.int64)):
-            of_sequence, segments = self.plans[source].segments_of(own)
+        for source, indices, numbers in self._by_source(np.asarray(sequences, dtype=np.int64)):
+            of_sequence, segments = self.plans[source].segments_of(numbers)
             if len(self.skipped[source]):
-                left = np.isin(segments.document, self.skipped[source], invert=True).nonzero()[0]
-                of_sequence, segments = of_sequence[left], segments.take(left)
-            ids, marks = self.datasets[source].pieces(segments)
+                kept = np.isin(segments.document, self.skipped[source], invert=True).nonzero()[0]
+                of_sequence, segments = of_sequence[kept], segments.take(kept)
+            ids, masks = self.datasets[source].pieces(segments)
             owners.append(indices[of_sequence])
             tokens += ids
-            trained += marks
+            trained += masks
             np.add.at(used, owners[-1], segments.lengths)
             sources[source, indices] = True
         if self.to_longest:
             length = min(-(-max(int(used.max()), 1) // PADDED_TO) * PADDED_TO, length)
-        free = length - used
-        padded = free.nonzero()[0]
+        tail_lengths = length - used
+        padded = tail_lengths.nonzero()[0]
         owners.append(padded)
-        for tail in free[padded].tolist():
+        for tail in tail_lengths[padded].tolist():
             tokens.append(np.full(tail, self.pad_token_id, dtype=np.int32))
             trained.append(np.zeros(tail, dtype=bool))
         order = np.concatenate(owners).argsort(kind="stable").tolist()

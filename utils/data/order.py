@@ -111,7 +111,7 @@ class SampleOrder:
         self.seed = seed
         # Fractions are exact: the shares do not drift in long runs.
         self.weights = None if weights is None else [Fraction(weight) for weight in weights]
-        self._layout = lru_cache(CACHED_BLOCKS)(self._lay_out)
+        self._layout = lru_cache(CACHED_BLOCKS)(self._compute_layout)
 
     def sequences(self, samples: np.ndarray) -> np.ndarray:
         """Return the sequence number of each sample, int64 (samples,).
@@ -119,7 +119,7 @@ class SampleOrder:
         Sequences are numbered from 0, over all sources in order.
         """
         if self.weights is None:
-            return self._shuffled(samples, self.total, source=0)
+            return self._sequences_at(samples, self.total, source=0)
         blocks, indices = np.divmod(samples, BLOCK)
         wanted, which = np.unique(blocks, return_inverse=True)
         layouts = np.stack([self._layout(block) for block in wanted.tolist()])
@@ -127,7 +127,7 @@ class SampleOrder:
         found = np.empty_like(samples)
         for source in np.unique(sources).tolist():
             own = sources == source
-            found[own] = self._shuffled(ordinals[own], int(self.per_source[source]), source)
+            found[own] = self._sequences_at(ordinals[own], int(self.per_source[source]), source)
         return found + self.first_of_source[sources]
 
     def shares(self) -> np.ndarray:
@@ -158,7 +158,7 @@ class SampleOrder:
             remaining, weight = remaining - counts[-1], weight - own
         return [*counts, remaining]
 
-    def _lay_out(self, block: int) -> np.ndarray:
+    def _compute_layout(self, block: int) -> np.ndarray:
         """Return for each sample of a block its source, and its number among the source's samples.
 
         The result is int64 (2, 1024).
@@ -174,7 +174,7 @@ class SampleOrder:
         ordinals[by_source] = np.arange(BLOCK) - np.repeat(np.cumsum(counts) - counts, counts)
         return np.stack([sources, ordinals + before[sources]])
 
-    def _shuffled(self, ordinals: np.ndarray, count: int, source: int) -> np.ndarray:
+    def _sequences_at(self, ordinals: np.ndarray, count: int, source: int) -> np.ndarray:
         epochs, positions = np.divmod(ordinals, count)
         if not self.shuffled:
             return positions

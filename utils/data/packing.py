@@ -151,11 +151,11 @@ def _tokens_used(
         used[long] = 0
         counts["dropped as too long"] = int(long.size)
     elif on_overlong == "truncate":
-        lossless = long[:0] if has_targets is None else long[~has_targets(long, sequence_length)]
+        no_targets = long[:0] if has_targets is None else long[~has_targets(long, sequence_length)]
         used[long] = sequence_length
-        used[lossless] = 0
-        counts["truncated"] = int(long.size - lossless.size)
-        counts["dropped as truncation left no token to train on"] = int(lossless.size)
+        used[no_targets] = 0
+        counts["truncated"] = int(long.size - no_targets.size)
+        counts["dropped as truncation left no token to train on"] = int(no_targets.size)
     counts["left out with a single token"] = int(np.count_nonzero(lengths < 2))
     return used, counts
 
@@ -241,11 +241,12 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     key_type = np.uint16 if capacity < 1 << 16 else np.int64
     order = np.argsort((capacity - lengths).astype(key_type), kind="stable")
     counts = np.bincount(lengths, minlength=capacity + 1)
-    # Pieces are placed in batches, in the order of `order`. taking: the sequences that take pieces,
-    # batch by batch. For each batch, each_takes: pieces per sequence; in_batch: its sequences.
-    taking: list[int] = []
-    each_takes: list[int] = []
-    in_batch: list[int] = []
+    # Pieces are placed in batches, in the order of `order`. A batch adds equally many pieces to
+    # each of its sequences. filled: the sequences of all batches. For each batch, pieces_each has
+    # the number of pieces per sequence, and batch_sizes the number of sequences.
+    filled: list[int] = []
+    pieces_each: list[int] = []
+    batch_sizes: list[int] = []
     with_free: list[list[int]] = [[] for _ in range(capacity + 1)]
     nonempty = 0  # bit f is set if with_free[f] is not empty
     opened = 0
@@ -260,17 +261,17 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
             free = length + (fitting & -fitting).bit_length() - 1
             sequences = with_free[free]
             pieces = min(free // length, left)
-            taken = sequences[-(left // pieces) :]  # from the end, where a list shrinks cheaply
-            del sequences[-len(taken) :]
+            receivers = sequences[-(left // pieces) :]  # from the end, where a list shrinks cheaply
+            del sequences[-len(receivers) :]
             if not sequences:
                 nonempty &= ~(1 << free)
-            taking += taken
-            each_takes.append(pieces)
-            in_batch.append(len(taken))
-            left -= len(taken) * pieces
+            filled += receivers
+            pieces_each.append(pieces)
+            batch_sizes.append(len(receivers))
+            left -= len(receivers) * pieces
             remaining = free - pieces * length
-            with_free[remaining] += taken
+            with_free[remaining] += receivers
             nonempty |= 1 << remaining
     sequence_of_piece = np.empty(len(lengths), dtype=np.int64)
-    sequence_of_piece[order] = np.repeat(taking, np.repeat(each_takes, in_batch))
+    sequence_of_piece[order] = np.repeat(filled, np.repeat(pieces_each, batch_sizes))
     return sequence_of_piece

@@ -60,7 +60,7 @@ class TokenDataset:
         return len(self.columns[TOKENS].offsets) - 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, (self.path, self.description, self.folder)
+        return _open_split, (self.path, self.description, self.folder)
 
     @property
     def loss_mask(self) -> str | None:
@@ -115,7 +115,7 @@ class TokenDataset:
         return np.fromiter((mask.any() for mask in masks), dtype=bool, count=len(documents))
 
 
-def _opened(path: Path, description: Description, folder: Path) -> TokenDataset:
+def _open_split(path: Path, description: Description, folder: Path) -> TokenDataset:
     files = [folder / name for name in description.files] or data_files(folder)
     return TokenDataset(path, description, open_columns(path, files), folder)
 
@@ -146,7 +146,7 @@ def open_token_dataset(
         found = measure_once(directory, files, columns, f"has no {DESCRIPTION_FILE}")
         return TokenDataset(directory, found, columns, folder)
     if described.earlier:
-        files = _files_of(folder, files, described)
+        files = _files_after_append(folder, files, described)
         newest, described = described.statistics, described.version(known)
         if described.statistics is not newest:
             logger.info("%s has grown since this run began, which keeps its first %s documents",
@@ -174,7 +174,7 @@ def open_token_dataset(
     return dataset
 
 
-def _files_of(directory: Path, listed: list[Path], described: Description) -> list[Path]:
+def _files_after_append(directory: Path, listed: list[Path], described: Description) -> list[Path]:
     """Return the paths of the Arrow files of a split that has had an append.
 
     An append writes stoker.json (`described`) before state.json, which lists the files `listed`. If
@@ -201,7 +201,7 @@ def describe_split(
     found = replace(measure(open_columns(split, files)), files=sizes, modified_ns=times, **origin)
     content = {"format": FORMAT, **asdict(found)}
     replace_text(split / DESCRIPTION_FILE, json.dumps(content, indent=1) + "\n")
-    return _opened(split, found, split)
+    return _open_split(split, found, split)
 
 
 def dataset_problems(
@@ -272,9 +272,10 @@ def read_skipped(file: str | None, datasets: Sequence[TokenDataset]) -> list[np.
             places = [data.path in (path, path / "train") for data in datasets]
             source, document = places.index(True), int(row)
             described = datasets[source].description
-            made = content.get("fingerprint", described.fingerprint)
-            known = made == described.version([made]).fingerprint  # also before an append
-            if not known or not 0 <= document < len(datasets[source]):
+            fingerprint = content.get("fingerprint", described.fingerprint)
+            # The data of the line may be an older version, from before an append.
+            same_data = fingerprint == described.version([fingerprint]).fingerprint
+            if not same_data or not 0 <= document < len(datasets[source]):
                 raise ValueError
         except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
             rows = ", ".join(f"{data.path} has rows 0 to {len(data) - 1}" for data in datasets)

@@ -92,15 +92,15 @@ def test_no_step_waits_for_the_device_and_a_save_does(tmp_path):
     def step(loss: float) -> None:
         run.step(loss)
         events.append(SlowDevice())
-        number, values, _ = run.guard.on_their_way.pop()
-        run.guard.on_their_way.append((number, values, events[-1]))
+        number, values, _ = run.guard.pending.pop()
+        run.guard.pending.append((number, values, events[-1]))
 
     for loss in (1.0, math.nan, 1.0):
         step(loss)
     assert not any(event.passed for event in events)
     events[0].passed = True
     step(1.0)
-    assert [number for number, *_ in run.guard.on_their_way] == [1, 2, 3]
+    assert [number for number, *_ in run.guard.pending] == [1, 2, 3]
     with pytest.raises(NotFiniteError, match="step 2: the loss"):
         run.guard.settle()
     assert all(event.passed for event in events)
