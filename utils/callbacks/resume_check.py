@@ -138,7 +138,7 @@ def logs_after(
     starts: the starts in provenance.json.
 
     Two kinds of logs are left out. Logs before a later resume from an earlier step belong to other
-    weights. Logs of a start that `starts` lacks have no known nodes. This occurs if a
+    weights. Logs of a start that is missing in `starts` have no known nodes. This occurs if a
     checkpoint was adopted from another directory: metrics.jsonl has the logs of all starts, but
     provenance.json has only the starts until the checkpoint's save.
     """

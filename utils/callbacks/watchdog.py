@@ -142,7 +142,7 @@ class HangWatch(TrainerCallback):
         self.end(ExitCode.LOST_RANK)
 
     def _report_cause(self) -> None:
-        """Find the rank that caused the hang in all ranks' notes, and tell the launcher.
+        """Find out from all ranks' notes which rank caused the hang, and tell the launcher.
 
         The lowest rank that hangs logs the result and writes hang.txt.
         """

@@ -74,7 +74,7 @@ def refuse_code(checkpoint: Path) -> None:
 
 
 def forbidden(path: Path) -> str | None:
-    """Return why a checkpoint's file must not be loaded, as text. None means that it is safe.
+    """Return why a checkpoint's file must not be loaded, as text, or None for a safe file.
 
     Raises OSError. Raises ConfigurationError if the file names a path outside of the checkpoint.
     """

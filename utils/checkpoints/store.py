@@ -121,7 +121,7 @@ class BackgroundWriter:
             self.directory = None
 
     def close(self) -> None:
-        """Remove the directory in /dev/shm and the process group. No rank may still write."""
+        """Remove the directory in /dev/shm and the process group, after all ranks have written."""
         self.remove_directory()
         if self.group is not None:
             torch.distributed.destroy_process_group(self.group)
