@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationInterrupted(Exception):
-    """Raised on all ranks to stop in an evaluation. A resumed run repeats the evaluation first."""
+    """Error on all ranks that stops a run in an evaluation. A resumed run first evaluates."""
 
 
 class Deadline:

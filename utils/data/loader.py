@@ -61,7 +61,7 @@ def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
 
 
 class DocumentPart(NamedTuple):
-    """The tokens [start, stop) of a document, which is row `document` (from 0) of `dataset`."""
+    """The tokens [start, stop) of one document. `document`: its row in `dataset`, from 0."""
 
     dataset: Path
     document: int

@@ -9,10 +9,8 @@ Optimizers with 4-bit States", arXiv 2309.01507, section 4.1).
 
 Each tensor is viewed as (rows, unit). A row has `unit` elements: a block of 8-bit codes, or a
 single element. `update` does AdamW's step for some rows, by torch's fused kernel or a compiled
-formula.
-
-Random rounding uses one table of random integers (words) for all weights. Each weight is divided
-into periods. A period has as many elements as the table. Each period has a random number
+formula. Random rounding uses one table of random integers (words) for all weights. Each weight is
+divided into periods, which have as many elements as the table. Each period has a random number
 (multiplier) in each step. The noise of a period is the table times the multiplier.
 """
 
@@ -140,10 +138,10 @@ class LowPrecisionAdamW(AdamW):
     def _cut_into_spans(self) -> None:
         """Set `spans` and `keys`.
 
-        A span has the rows of a weight that one `update` call processes. `keys` has two numbers for
-        each period (see the module): the index of the weight, and the index of the period's first
-        element in the unsharded weight. Both numbers determine the period's random rounding, so the
-        rounding does not depend on the sharding.
+        A span has the rows of a weight that one `update` call processes. `keys` has for each period
+        (see the module) the index of the weight, and the index of the period's first element in the
+        unsharded weight. Random rounding depends on these indices, not on the
+        sharding.
         """
         keys: list[tuple[int, int]] = []  # by period: index of the weight, first element
         for index, weight in enumerate(self._weights()):
@@ -318,8 +316,7 @@ def block_size(shape: Sequence[int]) -> int | None:
     """Return the number of elements in a block of 8-bit codes. None means that codes are not used.
 
     The size is the largest from 256 down to 64 that divides the weight's last dimension, so that
-    sharding by rows splits no block. Small tensors and one-dimensional tensors are not stored as
-    codes.
+    sharding by rows splits no block. Codes are not used for small or one-dimensional tensors.
     """
     if len(shape) < 2 or math.prod(shape) < FEWEST_ELEMENTS:
         return None
@@ -361,8 +358,7 @@ def _encode(values: Tensor, codes: Tensor, scales: Tensor, added: Tensor | int) 
     """Store float32 `values` (blocks, block) as `codes` and `scales`; overwrites `values`.
 
     codes: int8 for signed values, else uint8. added: an integer to add to the float32 bits before
-    low bits are dropped. Random integers round at random. Half of the dropped range rounds to
-    nearest.
+    low bits are dropped. Noise rounds at random. Half of the dropped range rounds to nearest.
     """
     torch.amax(values.abs(), dim=-1, out=scales)  # vector_norm takes ten times as long
     scales.clamp_(min=_TINY)
