@@ -140,8 +140,7 @@ class LowPrecisionAdamW(AdamW):
 
         A span has the rows of a weight that one `update` call processes. `keys` has for each period
         (see the module) the index of the weight, and the index of the period's first element in the
-        unsharded weight. Random rounding depends on these indices, not on the
-        sharding.
+        unsharded weight. Both indices determine the random rounding.
         """
         keys: list[tuple[int, int]] = []  # by period: index of the weight, first element
         for index, weight in enumerate(self._weights()):
