@@ -194,7 +194,7 @@ def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Pat
 def checkpoint_problems(
     directory: Path, step: int, run_id: str, *, tensors: bool = True
 ) -> list[str]:
-    """Return one text for each difference between a checkpoint and its manifest; [] if undamaged.
+    """Return one text for each difference between a checkpoint and its manifest, or [].
 
     step: the step that the manifest must have. Without `tensors`, weights are compared by size and
     not read. Raises ConfigurationError if the checkpoint belongs to a run other than `run_id`.

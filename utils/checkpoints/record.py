@@ -105,13 +105,13 @@ class RunRecord:
 
     @property
     def starts(self) -> list[dict[str, Any]]:
-        """The list `starts` of provenance.json, oldest first; [] for a new run."""
+        """The list `starts` of provenance.json, oldest first, or [] for a new run."""
         starts: list[dict[str, Any]] = self._provenance[0]["starts"]
         return starts
 
     @property
     def training_data(self) -> list[str]:
-        """The fingerprints of the datasets that the last start trained on; [] for a new run."""
+        """The fingerprints of the datasets that the last start trained on. [] for a new run."""
         data = self.starts[-1].get("data") if self.starts else None
         return list((data or {}).get("train") or [])
 

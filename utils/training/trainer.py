@@ -256,7 +256,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate the split `eval_dataset`. None: generate samples, then evaluate all splits."""
+        """Evaluate the split `eval_dataset`. If None, generate samples and evaluate all splits."""
         if eval_dataset is None:
             self.callbacks.progress.begin(Phase.EVALUATE, self.state.global_step)
             self.callbacks.samples.generate(self)
