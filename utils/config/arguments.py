@@ -195,7 +195,7 @@ def token_count(written: float | str) -> int:
 
 
 def profiled_steps(written: str) -> tuple[int, int]:
-    """Parse `10:13` (steps 10 to 12) or `10` to (10, 13) or (10, 11). Raises ValueError.
+    """Parse `FIRST:STOP` or `FIRST` to (first step, step after the last one). Raises ValueError.
 
     >>> profiled_steps("10:13"), profiled_steps("10")
     ((10, 13), (10, 11))
@@ -212,7 +212,7 @@ def profiled_steps(written: str) -> tuple[int, int]:
 
 
 def train_sources(entries: Sequence[str]) -> dict[str, float | None]:
-    """Return {directory: weight} of entries `DIR=weight` or `DIR` (None). Raises ValueError."""
+    """Parse entries `DIR=weight` or `DIR` to {directory: weight or None}. Raises ValueError."""
     sources: dict[str, float | None] = {}
     for entry in entries:
         directory, equals, tail = entry.rpartition("=")
@@ -260,8 +260,8 @@ def eval_splits(entries: Sequence[str]) -> dict[str, str]:
 def batch_sizes(last: int | None, by_step: Mapping[Any, int]) -> dict[int, int]:
     """Return {first step: global batch size from this step on}. Raises ConfigurationError.
 
-    by_step: this mapping as the user gave it, where steps may be text. last: the final size, which
-    global_batch_size repeats; None if the user gave `by_step` as global_batch_size.
+    by_step: the user's mapping, where steps may be strings. last: the setting global_batch_size. It
+    must equal the last size. None means that the user set global_batch_size to `by_step`.
 
     >>> batch_sizes(128, {"0": 64, "2000": 128})
     {0: 64, 2000: 128}
@@ -280,9 +280,9 @@ def batch_sizes(last: int | None, by_step: Mapping[Any, int]) -> dict[int, int]:
 
 
 def fitting_micro_batch(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Return the largest size up to `micro_batch_size` that divides a rank's share of a batch.
+    """Return the largest divisor of global_batch_size / world_size up to `micro_batch_size`.
 
-    A rank's share is global_batch_size / world_size. Returns 0 if this is not a whole number.
+    Returns 0 if global_batch_size is not a multiple of world_size.
     """
     sizes = range(min(micro_batch_size, global_batch_size // world_size), 0, -1)
     return next((size for size in sizes if global_batch_size % (size * world_size) == 0), 0)

@@ -28,7 +28,7 @@ from utils.config.recipes import read_recipes, scalar
 
 CONFIG_FLAG = "config"
 COMMANDS = ("train", "sft", "pretrain", "preprocess")  # as in axolotl train, trl sft
-OF_ANOTHER_TOOLKIT = 4  # unknown settings that suggest a recipe of another toolkit
+OF_ANOTHER_TOOLKIT = 4  # this many unknown settings suggest a recipe of another toolkit
 _TRUTHS = {
     **dict.fromkeys(("true", "yes", "t", "y", "1"), True),
     **dict.fromkeys(("false", "no", "f", "n", "0"), False),
@@ -53,9 +53,8 @@ def read_settings(
 
     A flag wins over recipes, and a later recipe wins over an earlier one. settle: functions that
     reset settings without effect and derive missing ones. checks: functions that yield faults. A
-    function of `settle` or `checks` ends when it reads a missing or faulty setting. Raises
-    ConfigurationError with all faults, Answer with the text of `--print_config`, and SystemExit
-    after `--help`.
+    missing or faulty setting ends the functions that read it. Raises ConfigurationError with all
+    faults, Answer with the text of `--print_config`, and SystemExit after `--help`.
     """
     declared = declared_settings(argument_classes)
     argv = ["--help" if word == "-h" else word for word in (sys.argv[1:] if argv is None else argv)]
@@ -90,7 +89,7 @@ def read_settings(
 
 
 def _of_another_toolkit(entries: Mapping[str, Given], values: SettingValues) -> Iterator[str]:
-    """Yield a line with the import command for each recipe that has many unknown settings."""
+    """Yield the import command for each recipe that has many unknown settings."""
     names = (name for name in values.unusable - values.declared.keys() if "." not in name)
     unknown = [entries[name] for name in names]  # the importer's toolkits have flat configs
     files = Counter(each.source.rpartition(":")[0] for each in unknown if each.rank != FLAGS_RANK)
@@ -113,7 +112,7 @@ def check_required(values: SettingValues) -> Iterator[str]:
 def _checked_values(
     entries: Mapping[str, Given], declared: Mapping[str, Declaration], problems: list[str]
 ) -> SettingValues:
-    """Return the entries, converted to the settings' types; add error texts to `problems`."""
+    """Convert the entries to the types of the settings. Add error texts to `problems`."""
     values = SettingValues(declared, {})
     # First whole mappings, then single keys (lr_scheduler_kwargs.min_lr), weakest source first.
     for name, entry in sorted(entries.items(), key=lambda item: "." in item[0] and item[1].rank):
@@ -142,7 +141,7 @@ def _checked_values(
 def without_sections(
     entries: Mapping[str, Given], declared: Mapping[str, Declaration]
 ) -> Iterator[tuple[str, Given]]:
-    """Yield (name, value) of all entries; the section `optimizer: {lr: 1}` gives `optimizer.lr`."""
+    """Yield (name, value) of all entries. A section `optimizer: {lr: 1}` becomes `optimizer.lr`."""
     for name, entry in entries.items():
         is_value = name in declared and f"{name}_overrides" not in declared
         answered = name in refused() or not other_names().get(name, "x").isidentifier()
@@ -155,10 +154,10 @@ def without_sections(
 
 
 def mapping_of(name: str, declared: Mapping[str, Declaration]) -> str:
-    """Return the setting that has the key of a name SETTING.KEY; "" if no setting matches.
+    """Return the mapping setting that a name SETTING.KEY refers to, or "" for other names.
 
-    Two examples: lr_scheduler_kwargs.KEY is a key of lr_scheduler_kwargs, and model_config.KEY is a
-    key of model_config_overrides.
+    lr_scheduler_kwargs.KEY is a key of lr_scheduler_kwargs, and model_config.KEY is a key of
+    model_config_overrides.
     """
     head, dot, _ = name.partition(".")
     found = (each for each in (head, f"{head}_overrides") if each in declared)
@@ -166,9 +165,9 @@ def mapping_of(name: str, declared: Mapping[str, Declaration]) -> str:
 
 
 def with_value(mapping: Given | None, path: Sequence[str], entry: Given) -> Given:
-    """Return the mapping with the value of `entry` at `path`, a list of keys, outermost first.
+    """Return a copy of the mapping with the value of `entry` at `path`, a list of nested keys.
 
-    The mapping is returned unchanged if it has a higher rank than `entry` (see Given).
+    A mapping with a higher rank than `entry` is returned unchanged (see Given).
     """
     if mapping is not None and mapping.rank > entry.rank:
         return mapping
@@ -186,9 +185,9 @@ def with_value(mapping: Given | None, path: Sequence[str], entry: Given) -> Give
 
 
 def _as_typed(ours: str, entry: Given, declared: Mapping[str, Declaration]) -> str:
-    """Return the value of an unknown setting as the user can type it after our name, `ours`.
+    """Return the value of `entry` as text to type after `ours`, Stoker's name of the setting.
 
-    Returns "" if the value does not have the type of our setting.
+    Returns "" if the value does not have the setting's type.
     """
     value, is_flag = entry.value, entry.rank == FLAGS_RANK
     with suppress(ValueError):
@@ -202,8 +201,8 @@ def _as_typed(ours: str, entry: Given, declared: Mapping[str, Declaration]) -> s
 def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
     """Return {flag: words after the flag}, and a list of error texts.
 
-    `--a-b=word` means `--a_b word`. Hydra's form `a.b=word` means `--a.b word` before all flags
-    and after --config. After any other flag, `a.b=word` is a word of this flag.
+    `--a-b=word` means `--a_b word`. Before the first flag and after --config, Hydra's form
+    `a.b=word` means `--a.b word`. After other flags, `a.b=word` is a word of the flag.
     """
     flags: dict[str, list[str]] = {}
     problems = []
@@ -233,7 +232,7 @@ def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
 
 
 def value_of_words(declaration: Declaration, words: Sequence[str]) -> Any:
-    """Return the words after a flag as a boolean, number, list or text, or None for `null`.
+    """Convert the words after a flag to a boolean, number, list or text, or to None for `null`.
 
     Raises ValueError if there are too few or too many words.
     """

@@ -38,7 +38,7 @@ class Declaration:
 
     types    members of the type hint: (int, NoneType) for `int | None`
     origins  `types` without type arguments: list instead of `list[str]`
-    choices  the allowed values besides null; None: all values of the types
+    choices  the allowed values besides null; None allows all values of the types
     default  None if the setting is required
     """
 
@@ -53,9 +53,9 @@ class Declaration:
 
 
 def setting(default: Any, choices: Sequence[Any] | None = None, also: type | None = None) -> Any:
-    """Return a dataclass field that declares a setting with choices or with a list as default.
+    """Return the dataclass field of a setting that has choices or a list as default.
 
-    also: a further type that users may give; utils/config/settings.py converts its values
+    also: a further type of values from users, which utils/config/settings.py converts
     """
     metadata = {"choices": choices, "also": [also] if also else []}
     if isinstance(default, list):
@@ -104,11 +104,11 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def checked_value(declaration: Declaration, value: Any) -> Any:
-    """Return the value in the setting's type. Raises ValueError if the value does not fit.
+    """Return the value converted to the setting's type. Raises ValueError if it does not fit.
 
-    If the type demands it, an integer becomes a float, and a single value becomes a list. But 4.0
-    is no integer, 1 is not true, and "3" is no number. If the type does not allow null, null means
-    the default of a setting that is empty or off by default (see NOTHING).
+    An integer may become a float, and a single value a list. But 4.0 is no integer, 1 is not true,
+    and "3" is no number. If the type has no null, null means the default, which must be empty or
+    off (see NOTHING).
     """
     choices, origins, got = declaration.choices, declaration.origins, json.dumps(value, default=str)
     if value is None and not declaration.required:
@@ -170,7 +170,7 @@ def counted_ranks(number: int) -> str:
 
 
 def placeholder(declaration: Declaration) -> str:
-    """Return how help texts write a setting's value: "a|b" for choices, or a word as INTEGER."""
+    """Return the placeholder of a setting's value in help texts: "a|b" or, for example, INTEGER."""
     if declaration.choices is not None:
         return "|".join(map(shown, declaration.choices))
     words = {bool: "true|false", int: "INTEGER", float: "NUMBER", dict: "JSON", list: "VALUE ..."}
@@ -199,7 +199,7 @@ class SettingValues(Mapping[str, Any]):
 
     unusable     missing or faulty settings; reading one raises UnusableSettingError
     notes        log lines on overruled and derived settings
-    environment  environment variables of this process; in a dry run, those of the planned launch
+    environment  environment variables of this process, or of the launch that a dry run plans
     """
 
     declared: Mapping[str, Declaration]
@@ -215,7 +215,7 @@ class SettingValues(Mapping[str, Any]):
 
     @property
     def data_ranks(self) -> int:
-        """Return the number of ranks, where ranks that share sequences count as one."""
+        """Return the number of ranks with different data: world_size / context_parallel."""
         return max(self.world_size // max(self["context_parallel"], 1), 1)
 
     @property
@@ -264,7 +264,7 @@ class SettingValues(Mapping[str, Any]):
         return f"{name} {shown(self[name])} ({self.source(name)})"
 
     def build(self, argument_class: type[Arguments], **instead: Any) -> Arguments:
-        """Return an `argument_class` with its given settings; values in `instead` replace them.
+        """Return an `argument_class` with its given settings. `instead` replaces some values.
 
         Raises ConfigurationError if the class refuses a value.
         """

@@ -48,7 +48,7 @@ def help_text(
 
 
 def _topics(declared: Mapping[str, Declaration]) -> dict[str, list[str]]:
-    """Return {topic: lines of `--help TOPIC`}. Topics need two settings that `declared` has."""
+    """Return {topic: lines of `--help TOPIC`} of topics with two or more declared settings."""
     topics = {}
     for topic, content in help_file()["topics"].items():
         found = [declared[name] for name in content["settings"].split() if name in declared]
@@ -119,7 +119,7 @@ def _default(declaration: Declaration) -> str:
 def _story(declaration: Declaration) -> list[str]:
     """Return the lines of `--help NAME` on a setting.
 
-    They are its help, its library, settings that switch it off, and pages of the documentation.
+    They have its help, its library, the settings that switch it off, and documentation pages.
     """
     name = declaration.name
     causes = dict.fromkeys(cause for cause, _, names in RULES if name in names.split())
@@ -144,8 +144,8 @@ def _library(declaration: Declaration) -> str:
 def config_text(values: SettingValues, every: bool) -> str:
     """Return the text of `--print_config`: a recipe with each setting's source in a comment.
 
-    Derived settings are comments, because the script derives them again. With `every`, settings
-    with their default are listed as comments.
+    Derived settings are comments, because the script derives them again. With `every`, the text
+    also has all defaults, as comments.
     """
     lines, derived, defaults = [], [], []
     for name in values:

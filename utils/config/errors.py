@@ -27,8 +27,8 @@ class ExitCode(IntEnum):
 class Report(list[tuple[int, str]]):
     """List of log lines (level, text). Functions that plan a run fill it; their caller logs it.
 
-    If an exception leaves the block `with Report() as report`, the lines are not lost: a
-    ConfigurationError gets them in `report`, any other exception as notes below the traceback.
+    An exception that leaves the block `with Report() as report` gets the lines: a
+    ConfigurationError as its `report`, and any other exception as notes below the traceback.
     """
 
     def say(self, text: str) -> None:
@@ -71,8 +71,8 @@ class ConfigurationError(ValueError):
 def did_you_mean(missing: str | Path) -> str:
     """Return " (did you mean X?)" with an existing path of a similar name, or "".
 
-    In a job, the text names the host and the absolute path. If slurm/submit.sh found the path on
-    the login node, the text says instead what may be wrong with this node.
+    In a job, the text has the host and the absolute path. If slurm/submit.sh found the path on the
+    login node, the text names possible faults of this node instead of a similar path.
     """
     host, where = os.environ.get("SLURMD_NODENAME"), ""
     if host:
@@ -95,7 +95,7 @@ def did_you_mean(missing: str | Path) -> str:
 
 
 class Answer(SystemExit):
-    """Exception that ends a script with exit code 0. run_script prints its text without secrets."""
+    """Exception that ends a script with exit code 0. run_script prints `text`, without secrets."""
 
     def __init__(self, text: str):
         self.text = text

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def by_name(table: Mapping[str, str]) -> dict[str, str]:
-    """Return {name: answer} of a table {answer: names separated by spaces}."""
+    """Turn a table {answer: names separated by spaces} into {name: answer}."""
     return {name: answer for answer, names in table.items() for name in names.split()}
 
 
@@ -24,17 +24,17 @@ def _table() -> Mapping[str, Any]:
 
 
 def refused() -> dict[str, str]:
-    """Return {setting of a library that a user cannot set: the reason}."""
+    """Return {library setting that Stoker refuses: the reason}."""
     return _table()["refused"]
 
 
 def other_names() -> dict[str, str]:
-    """Return {setting of another toolkit: the name of the setting here, or advice}."""
+    """Return {setting of another toolkit: Stoker's name of the setting, or advice}."""
     return _table()["names"]
 
 
 def our_name(name: str, known: Collection[str]) -> str:
-    """Return our name for another toolkit's setting `name`, such as lr; "" if it is unknown."""
+    """Return Stoker's name of another toolkit's setting such as lr, or "" if it is unknown."""
     plain = name.rpartition(".")[2]  # other toolkits have sections, as in training.steps
     ours = other_names().get(plain, plain)
     return ours if ours.partition(".")[0] in known else ""
@@ -44,7 +44,7 @@ def unknown_name(written: str, known: Iterable[str], value: str = "") -> str:
     """Return the error message for a setting that does not exist here, or is refused.
 
     written: the setting as the user wrote it, "--lr" on a command line, "lr" in a recipe. known:
-    names of our settings. value: text that the message adds after our name.
+    names of Stoker's settings. value: text after Stoker's name in the message, such as ": 0.1".
     """
     known, name = list(known), written.removeprefix("--")
     dashes = written.removesuffix(name)

@@ -14,7 +14,7 @@ from typing import Any
 from utils.config.declarations import SettingValues, is_true
 from utils.config.rules import leave_out
 
-# Variables of MPI launchers and srun. accelerate/utils/environment.py takes them for a launch.
+# Variables of MPI launchers and srun. accelerate/utils/environment.py reads them as a launch.
 MPI_VARIABLES = ("PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 # torchrun's variables for a process, by which accelerate connects to the other processes.
@@ -32,7 +32,7 @@ BY_RECIPE = {
 REPLICAS, SHARDS = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE"
 _DATA_PARALLEL = (REPLICAS, SHARDS)
 _USES_SIZES = "ACCELERATE_USE_PARALLELISM_CONFIG"
-# Settings of how gradients accumulate and are exchanged, and libraries that ignore the setting.
+# {setting on accumulation or exchange of gradients: libraries that ignore the setting}.
 OF_DDP = {"ddp_comm_hook": ("FSDP", "DEEPSPEED"), "batch_warmup": ("DEEPSPEED",)}
 _BY_DDP = "use strategy: multi_gpu, or leave it out"
 _OTHERS = "remove it: fsdp2 splits a model over all GPUs; toolkits with it: docs/parallelism.md"
@@ -49,9 +49,9 @@ def block(content: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return {variable: value} that `accelerate launch` would set for an accelerate config.
+    """Return the environment variables that `accelerate launch` would set for a config.
 
-    Variables that neither name the strategy nor are checked in this module are left out.
+    Only the variables that name the strategy or are checked in this module are returned.
     """
     sharded, deepspeed = block(config, "fsdp_config"), block(config, "deepspeed_config")
     variables = {PRECISION_VARIABLE: str(config.get("mixed_precision") or "no").lower()}
@@ -136,19 +136,18 @@ def is_hybrid(variables: Mapping[str, str]) -> bool:
 
 
 def group_sizes(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return {REPLICAS: number of HSDP's copies, SHARDS: ranks per copy}, as text, or {}."""
+    """Return HSDP's group sizes as text, {REPLICAS: ..., SHARDS: ...}, or {} without HSDP."""
     return {name: variables.get(name, "1") for name in _DATA_PARALLEL if is_hybrid(variables)}
 
 
 def derive_group_sizes(values: SettingValues) -> None:
     """Set HSDP's group sizes in `environment` unless accelerate's config sets them.
 
-    The sizes are the number of copies of the states and the number of ranks that share a copy.
-    Sizes 1 and 1 count as not set. The ranks of a copy are `dp_shard`, or all ranks of a node.
-    Without HSDP, a recipe's `dp_shard` is reset if `strategy` is a flag or in a later recipe.
+    HSDP shards each copy of the states over `dp_shard` ranks (default: the ranks of a node). If a
+    flag or a later recipe chooses a `strategy` without HSDP, `dp_shard` is reset.
     """
     environment, shards = values.environment, values["dp_shard"]
-    if set(group_sizes(environment).values()) == {"1"}:
+    if set(group_sizes(environment).values()) == {"1"}:  # HSDP, and no sizes are set
         shards = shards or int(environment.get("LOCAL_WORLD_SIZE", values.world_size))
         sizes = {REPLICAS: str(values.world_size // shards), SHARDS: str(shards)}
         values.environment = {**environment, **sizes}
@@ -205,10 +204,10 @@ def check_launch_settings(values: SettingValues) -> Iterator[str]:
 
 
 def let_recipe_decide(values: SettingValues) -> None:
-    """Set DeepSpeed's accumulation and clipping to "auto": Trainer then takes the recipe's values.
+    """Set DeepSpeed's accumulation and clipping to "auto", so that the recipe's values are used.
 
-    `accelerate config` writes numbers. If a number differs from the recipe's, Trainer would refuse
-    it after it has loaded the model.
+    `accelerate config` writes numbers. Trainer would refuse numbers that differ from the recipe's,
+    but only after loading the model.
     """
     if not is_true("ACCELERATE_USE_DEEPSPEED", values.environment):
         return
@@ -254,11 +253,11 @@ def _deepspeed_file_faults(file: str, values: SettingValues, processes: int) -> 
 
 @contextmanager
 def launch_for_libraries(values: SettingValues) -> Iterator[None]:
-    """Set the launch's variables in os.environ for the with block, which makes TrainingArguments.
+    """Set the launch's variables in os.environ while the with block builds TrainingArguments.
 
-    The precision of the accelerate config is removed, because it would overrule `bf16: false`. In a
-    dry run the launcher's variables are removed as well: with WORLD_SIZE=8 accelerate would wait
-    for processes that do not exist.
+    The precision of the accelerate config is removed, because it would overrule `bf16: false`. A
+    dry run also removes the launcher's variables. With WORLD_SIZE=8, for example, accelerate would
+    wait for processes that do not exist.
     """
     hidden = {PRECISION_VARIABLE}
     if values["dry_run"]:

@@ -70,7 +70,7 @@ def callback_class(entry: str) -> type[Any]:
 
 @cache
 def _module(path: Path) -> ModuleType:
-    """Return the module of a Python file. It runs once, and pickle finds it in sys.modules."""
+    """Run a Python file once. Return its module, which pickle finds in sys.modules."""
     name = f"own_code_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "the file ends in .py"

@@ -61,7 +61,7 @@ def settle_precision(values: SettingValues) -> None:
 def _choose(values: SettingValues, name: str, choice: Given) -> None:
     """Set the setting `name` to `choice`.
 
-    If the choice depends on the machine (BY_MACHINE), a resumed run keeps its first value instead.
+    But a resumed run keeps its first value if the choice depends on the machine (BY_MACHINE).
     """
     before = settings_of_run(values)
     old = before.get(name) if name == RECOMPUTED else bool(before.get(name))
@@ -73,7 +73,7 @@ def _choose(values: SettingValues, name: str, choice: Given) -> None:
 
 
 def settings_of_run(values: SettingValues) -> dict[str, Any]:
-    """Return {name: value} of the settings recorded in the run to resume; {} for a new run."""
+    """Return {name: value} of the settings that a resumed run recorded, or {} for a new run."""
     places = [Path(str(values["output_dir"]))]
     named = values["resume_from_checkpoint"]
     if isinstance(named, str):
@@ -91,7 +91,7 @@ def settings_of_run(values: SettingValues) -> dict[str, Any]:
 
 
 def _open_precision(values: SettingValues, by_launch: str) -> Given:
-    """Return true or false for a `bf16` that the user did not give. Its source is the reason.
+    """Return the value of `bf16` if the user did not set it. The result's source is the reason.
 
     by_launch: mixed_precision of the accelerate config, "no", "bf16" or "fp16"
     """
@@ -115,7 +115,7 @@ def _open_precision(values: SettingValues, by_launch: str) -> Given:
 
 
 def trains_on_fast_gpu(values: SettingValues) -> bool:
-    """Return whether the run trains on GPUs with fast bf16. A dry run without GPUs assumes so."""
+    """Return whether the run trains on GPUs with fast bf16. A dry run without a GPU assumes so."""
     if values["assume"]:
         with suppress(ValueError):  # check_strategy reports it
             return assumed_gpus(values["assume"]).bf16
@@ -135,7 +135,7 @@ def gpu_capability() -> tuple[int, int] | None:
 
 
 def _computes_on_cpu(values: SettingValues) -> bool:
-    """Return whether the run surely trains on a CPU; False on a login node if it may use GPUs."""
+    """Return whether the run trains on a CPU. A dry run without a GPU asks the settings."""
     sharding = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
     if any(is_true(name, values.environment) for name in sharding):
         return False  # sharding needs GPUs, and is refused without them

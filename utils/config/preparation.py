@@ -83,10 +83,9 @@ def parse_preparation(
 
 
 def override_sources(values: SettingValues) -> None:
-    """Remove `format` and `columns` from a recipe's sources if flags give them; add log lines.
+    """Remove `format` and `columns` from a recipe's sources if flags set them. Add log lines.
 
-    `chat_template_kwargs` of a source is not removed: it overrides the flag, and a log line says
-    so.
+    A source's own `chat_template_kwargs` overrides the flag, also with a log line.
     """
     keys = ("format", "columns", "chat_template_kwargs")
     for name, key in product(("sources", "eval_sources"), keys):
@@ -123,7 +122,7 @@ def prepare_command(given: PreparationArguments) -> str:
 
 
 def shard_of(arguments: PreparationArguments) -> tuple[int, int]:
-    """Return (index from 0, number of shards) of the setting `shard`; (0, 1) if it is not given."""
+    """Return (index from 0, number of shards) of the setting `shard`, by default (0, 1)."""
     index, _, number = (arguments.shard or "0/1").partition("/")
     return int(index), int(number)
 
@@ -166,7 +165,7 @@ def check_preparation(given: PreparationArguments) -> None:
 
 
 def check_template_variables(given: Any, what: str = "chat_template_kwargs") -> None:
-    """Raise ValueError if chat template variables are wrong. what: the setting's name."""
+    """Raise ValueError if chat template variables are wrong. what: the setting in the message."""
     if given is not None and not isinstance(given, Mapping):
         raise ValueError(f"{what} is {given!r}: give a mapping, such as {{enable_thinking: false}}")
     for name, value in (given or {}).items():
@@ -184,7 +183,7 @@ class Source:
     """A source of documents, from the setting `sources` or `eval_sources`.
 
     split: name of the split to write, "train" or an evaluation split. from_split: the split to read
-    in a folder with several splits. None means the split with the name in `split`.
+    in a folder with several splits. None means the split with the same name as `split`.
     columns: pairs (name in the files, our name). own_format: FILE.py:NAME of the user's function
     that converts a record. subset, revision and max_files are for datasets of the Hub.
     """

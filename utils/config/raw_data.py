@@ -49,9 +49,9 @@ def is_raw(path: str) -> bool:
 def datasets_of_raw(sources: Mapping[str, float | None], taken: Collection[str]) -> dict[str, str]:
     """Return {raw file: name of the dataset that is made from the file}.
 
-    sources: {path: weight or None}. taken: names that a dataset cannot have, because evaluation
-    splits have them. All raw files without weights become one dataset, `train`. With weights, each
-    file becomes a dataset. The first dataset is `train`. The others are named after their files.
+    sources: {path: weight or None}. taken: names of evaluation splits, which a dataset cannot have.
+    All raw files without weights become one dataset, `train`. With weights, each file becomes a
+    dataset. The first dataset is `train`. The others are named after their files.
     """
     raw = [path for path in sources if is_raw(path)]
     names = dict.fromkeys(raw, TRAIN)
@@ -64,9 +64,9 @@ def datasets_of_raw(sources: Mapping[str, float | None], taken: Collection[str])
 
 
 def take_out_raw(data: DataArguments, output_dir: str) -> tuple[DataArguments, RawData | None]:
-    """Return the settings with prepared datasets in place of raw files, and the raw files.
+    """Replace raw files in train_data and eval_data by the datasets that the run prepares.
 
-    Without raw files, returns the unchanged settings and None.
+    Return the new settings and the raw files. Without raw files, return `data` itself and None.
     """
     sources, splits = train_sources(data.train_data), eval_splits(data.eval_data)
     raw = datasets_of_raw(sources, splits)
@@ -98,7 +98,7 @@ def take_out_raw(data: DataArguments, output_dir: str) -> tuple[DataArguments, R
 
 
 def hold_out(values: SettingValues) -> None:
-    """Add the split `validation` to eval_data if validation_fraction takes it out of raw files."""
+    """Add the split `validation` to eval_data if validation_fraction splits raw files."""
     with suppress(ValueError):  # check_forms reports it
         raw = [path for path in train_sources(values["train_data"] or []) if is_raw(path)]
         splits = values["eval_data"]
@@ -113,8 +113,8 @@ def hold_out(values: SettingValues) -> None:
 def check_raw_data(values: SettingValues) -> Iterator[str]:
     """Yield a line for each missing file, and each setting that does not fit the training data.
 
-    Settings of RawDataArguments need raw files. With several weighted raw files,
-    validation_fraction is refused.
+    Settings of RawDataArguments need raw files. validation_fraction does not work with several
+    weighted raw files.
     """
     sources = train_sources(values["train_data"])
     raw = [path for path in sources if is_raw(path)]

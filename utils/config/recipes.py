@@ -83,7 +83,7 @@ def load_mapping(text: str) -> dict[str, tuple[Any, int]]:
 
 
 def scalar(word: str) -> Any:
-    """Return a word of a command line as a recipe would read it: 8, 0.5, true, [1, 2] or text."""
+    """Parse a word of a command line like a recipe's value: 8, 0.5, true, [1, 2] or text."""
     try:
         return load_mapping(f"value: {word}")["value"][0]
     except YamlError:
@@ -91,7 +91,7 @@ def scalar(word: str) -> Any:
 
 
 def load_file(path: Path) -> dict[str, tuple[Any, int]]:
-    """Return {key: (value, line)} of a YAML file. Raises YamlError; the message has the path."""
+    """Return {key: (value, line)} of a YAML file. Raises YamlError with the path."""
     try:
         return load_mapping(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -104,14 +104,14 @@ def load_file(path: Path) -> dict[str, tuple[Any, int]]:
 
 
 def dump_yaml(values: Mapping[str, Any]) -> str:
-    """Return a mapping as YAML text, which YAML 1.1 and 1.2 read alike."""
+    """Return a mapping as text that YAML 1.1 and YAML 1.2 parse to the same values."""
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def entry_text(name: str, value: Any, comment: str = "") -> str:
-    """Return a setting as text of a recipe, with a comment.
+    """Return a setting as text of a recipe.
 
-    The comment follows in the same line, or is above a value of several lines.
+    The comment is at the end of the line, or above a value of several lines.
     """
     mappings = isinstance(value, list) and any(isinstance(each, dict) for each in value)
     text = dump_yaml({name: value})
@@ -140,7 +140,10 @@ def read_recipes(paths: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
 def _with_extended(
     path: Path, parents: tuple[Path, ...], problems: list[str]
 ) -> Iterator[tuple[Path, dict[str, tuple[Any, int]]]]:
-    """Yield (file, its settings): first the recipes that `path` extends, then `path` itself."""
+    """Yield (file, settings) of the recipes that `path` extends, then of `path` itself.
+
+    parents: the recipes that extend `path`. Error texts are added to `problems`.
+    """
     try:
         if path in parents:
             raise YamlError(f"{path}: recipes extend each other in a circle")

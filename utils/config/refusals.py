@@ -1,7 +1,7 @@
 """Checks that refuse settings which cannot work, before any file is opened.
 
-A check gets the values of all settings and yields one line per fault. A check ends when it reads a
-setting with a reported fault. utils/config/rules.py lists settings that contradict each other.
+A check gets the values of all settings and yields one line per fault. It ends early if a setting
+that it reads has a reported fault. utils/config/rules.py lists settings that contradict each other.
 """
 
 import math
@@ -90,7 +90,7 @@ def check_order(values: SettingValues) -> Iterator[str]:
 
 
 def check_precision(values: SettingValues) -> Iterator[str]:
-    """Yield error texts on number types.
+    """Yield error texts on dtype, fp16 and load_in_4bit.
 
     Weights in float16 cannot be trained, fp16 needs a GPU, and load_in_4bit needs LoRA and the
     package bitsandbytes.

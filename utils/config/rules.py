@@ -58,7 +58,7 @@ MOOT: Rules = (
     ("dataloader_num_workers", _is(0), "dataloader_persistent_workers dataloader_prefetch_factor"),
 )
 # CONTRADICTIONS: `cause` and the named settings ask for different trainings, which is an error. If
-# one has a stronger source (a flag, a later recipe), it overrules the weaker one without an error.
+# one is a flag or in a later recipe, it overrules the other one without an error.
 CONTRADICTIONS: Rules = (
     ("eval_data", _is([]), "load_best_model_at_end early_stopping_patience"),
     ("eval_strategy", _is("no"), "load_best_model_at_end early_stopping_patience"),
@@ -88,9 +88,8 @@ RULES = (*MOOT, *CONTRADICTIONS)
 def leave_out_overruled(values: SettingValues) -> None:
     """Reset settings of a recipe that contradict a flag or a later recipe.
 
-    Also reset settings that have no effect beside another setting that the user gave (see MOOT).
-    Settings that have no effect because of a default stay, because a value may still be derived in
-    place of the default.
+    Also reset settings that have no effect because of another setting of the user (see MOOT). If
+    only a default is the cause, the settings stay, because a derived value may replace the default.
     """
     rank = values.rank
     for name, cause in _without_effect(values, CONTRADICTIONS):

@@ -48,10 +48,10 @@ from utils.config.strategy import describe_launch
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The parsed settings of a run. They do not change: RunPlan has the values that it derives.
+    """The parsed settings of a run. They do not change.
 
     values: every setting by name, with its source. script: file name of the script. raw: the files
-    that the run tokenizes before training; `data` names the datasets made of them. staged:
+    that the run tokenizes before training. `data` already names the resulting datasets. staged:
     {(directory, split): (folder, its copy on this node)} of the splits that are copied to this
     node.
     """
@@ -74,7 +74,7 @@ class RunSettings:
 
     @property
     def divisible_batch(self) -> int:
-        """The greatest common divisor of all global batches; ranks x micro-batch must divide it."""
+        """The greatest common divisor of all global batches. Ranks x micro-batch must divide it."""
         return math.gcd(*self.batch_sizes.values())
 
     @property
@@ -151,7 +151,10 @@ def with_derived(settings: RunSettings, found: Mapping[str, tuple[Any, str]]) ->
 
 
 def rename_checkpointing(values: SettingValues) -> None:
-    """Rename gradient_checkpointing* to activation_checkpointing*. A flag or later recipe wins."""
+    """Rename gradient_checkpointing* to activation_checkpointing*.
+
+    If both names are set, the value from a flag or a later recipe is used.
+    """
     for name in ("activation_checkpointing", "activation_checkpointing_kwargs"):
         old = name.replace("activation", "gradient")
         if old in values.given and values.rank(old) > values.rank(name):
@@ -162,10 +165,10 @@ def rename_checkpointing(values: SettingValues) -> None:
 
 
 def choose_length(values: SettingValues) -> None:
-    """Reset num_train_epochs or the other limits of the run's length, max_steps and max_tokens.
+    """Keep either num_train_epochs, or max_steps and max_tokens, as the limit of the run's length.
 
-    A limit in a flag or a later recipe stays. If num_train_epochs and another limit are both flags
-    or are in one recipe, num_train_epochs is reset, as transformers documents.
+    The limit from a flag or a later recipe is kept. If both are flags or in one recipe,
+    num_train_epochs is reset, as transformers documents.
     """
     for limit in ("max_steps", "max_tokens"):
         if not values.changed(limit):
@@ -179,7 +182,7 @@ def choose_length(values: SettingValues) -> None:
 def leave_out_old_keywords(values: SettingValues) -> None:
     """Reset a recipe's lr_scheduler_kwargs if a flag or later recipe names another schedule.
 
-    A schedule that takes these keywords keeps them.
+    If the new schedule accepts the keywords, they stay.
     """
     from transformers import get_scheduler
 
@@ -209,11 +212,11 @@ def split_batch_sizes(values: SettingValues) -> None:
 
 
 def derive_batch_sizes(values: SettingValues) -> None:
-    """Derive a missing global_batch_size from the micro-batch, or else a fitting micro-batch.
+    """Derive global_batch_size from the micro-batch, or a micro-batch that fits the global batch.
 
-    A smaller micro-batch with more accumulation trains the same. A micro-batch that the user gave
-    is made smaller in three cases: under --suggest, if a flag or later recipe gives the global
-    batch, or if the global batch is a multiple of the micro-batch but not of micro-batch x ranks.
+    A smaller micro-batch with more accumulation trains the same. The user's micro-batch is made
+    smaller in three cases: with --suggest, if a flag or later recipe sets the global batch, or if
+    the global batch is a multiple of the micro-batch but not of micro-batch x ranks.
     """
     total, micro = values["global_batch_size"], values["per_device_train_batch_size"]
     ranks = values.data_ranks
@@ -273,9 +276,9 @@ def derive_evaluation(values: SettingValues) -> None:
 def derive_best_model(values: SettingValues) -> None:
     """Derive metric_for_best_model (for a single split), greater_is_better and save_best.
 
-    save_best saves a checkpoint after each best evaluation. It becomes true if
-    load_best_model_at_end is set and evaluations and saves are at different steps. Without
-    save_best, Trainer would report the metric of an evaluation whose model was not saved.
+    save_best saves a checkpoint after each best evaluation. It is set for load_best_model_at_end if
+    evaluations and saves are at different steps. Otherwise Trainer could report the metric of a
+    model that was not saved.
     """
     with suppress(ValueError):  # check_forms reports it
         splits = list(eval_splits(values["eval_data"]))

@@ -1,7 +1,7 @@
 """The strategy of a run, its accelerate config, and the GPUs that a dry run assumes.
 
-The launcher imports this module before it checks for missing packages, so functions here import
-third-party packages.
+The launcher imports this module before it checks for missing packages. So the functions, not the
+module, import third-party packages.
 """
 
 import os
@@ -60,7 +60,7 @@ class StrategyConfig:
 
     @property
     def shards(self) -> bool:
-        """Return whether the config shards states and has neither offload nor a DeepSpeed file."""
+        """Return whether the config shards states, without offload and without a DeepSpeed file."""
         own = block(self.content, "fsdp_config") | block(self.content, "deepspeed_config")
         offloads = any(own.get(name) not in (None, False, "none") for name in _OFFLOADS)
         return self.kind in SHARDING and not offloads and "deepspeed_config_file" not in own
@@ -71,8 +71,8 @@ def choose_config(
 ) -> StrategyConfig:
     """Return the accelerate config for a launch of `processes` processes with a strategy.
 
-    ACCELERATE_CONFIG wins over `strategy`. "auto" depends on the number of processes. A single
-    process gets single_gpu.yaml for a strategy that needs several. Raises ConfigurationError.
+    ACCELERATE_CONFIG wins over `strategy`. "auto" depends on the number of processes. If a strategy
+    needs several processes, a single one gets single_gpu.yaml. Raises ConfigurationError.
     """
     shown = f"strategy {strategy.value} ({strategy.source})"
     alone = FOLDER / "single_gpu.yaml"
@@ -125,8 +125,9 @@ def read_config(path: Path, chosen_by: str) -> StrategyConfig:
 def describe_launch(values: SettingValues) -> None:
     """Add the variables of the planned launch (processes, strategy) to a dry run's `environment`.
 
-    The number of processes comes from `assume`, or from WORLD_SIZE, which slurm/submit.sh sets. Do
-    nothing if neither is given, or if `accelerate launch` started a dry run without `assume`.
+    The number of processes comes from `assume`, or from WORLD_SIZE, which slurm/submit.sh sets.
+    Without either, the launch is unknown and nothing is added. If `accelerate launch` started this
+    process, its variables are already set, and only `assume` replaces them.
     """
     environment = values.environment
     is_known = "WORLD_SIZE" not in environment or is_launched(environment)
@@ -154,7 +155,7 @@ def is_launched(environment: Mapping[str, str]) -> bool:
 
 
 def check_strategy(values: SettingValues) -> Iterator[str]:
-    """Yield error texts on an unusable strategy, unknown GPUs, assume or suggest in a real run."""
+    """Yield error texts on `strategy` and `assume`, and on dry-run settings in a real run."""
     decides = values["dry_run"] and not is_launched(values.environment)
     environment = values.environment if decides else {}
     try:

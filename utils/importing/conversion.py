@@ -45,8 +45,8 @@ OTHER_METHODS = (
 def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
     """Convert the config file at `path`. The returned Conversion has the recipes.
 
-    kind: the toolkit. None means to detect the toolkit from the keys. gpus: GPUs of the original
-    training, for the global batch. Raises YamlError for a faulty file, and ConfigurationError.
+    kind: the toolkit. None means to detect the toolkit from the keys. gpus: the number of GPUs of
+    the original training. Raises YamlError for a faulty file, and ConfigurationError.
     """
     entries = load_file(path)
     if "model_class" in entries:
