@@ -33,8 +33,8 @@ from utils.model.architecture import (
 )
 
 ALL = "all-linear"
-# Old name of a linear layer of one expert -> new name of the parameter of all experts. Published
-# recipes have the old names. transformers now has the new ones.
+# Old name of one expert's linear layer -> new name of the parameter that stacks all experts.
+# Published recipes have the old names. transformers now has the new names.
 FORMERLY = {
     "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj",
     "w3": "gate_up_proj", "w2": "down_proj", "down_proj": "down_proj",
@@ -46,8 +46,8 @@ class AdapterPlan:
     """The layers of a model that LoRA adapts or trains.
 
     model: the model settings, with full names of layers and weights in lora_target_modules and
-    lora_target_parameters. Their lora_dropout is 0 if LoRA adapts experts. trains_head: whether the
-    LM head is trained, without an adapter. report: lines for the log.
+    lora_target_parameters. lora_dropout is 0 if LoRA adapts experts. trains_head: whether the LM
+    head itself is trained, without an adapter. report: lines for the log.
     """
 
     model: ModelArguments
@@ -58,7 +58,7 @@ class AdapterPlan:
 def with_adapters(built: PreTrainedModel, model: ModelArguments) -> nn.Module:
     """Return the model with LoRA's adapters. Without LoRA, freeze weights and return the model.
 
-    Frozen weights are those that get no gradient, and those that --freeze or --train_only excludes.
+    This freezes weights that get no gradient and weights that --freeze or --train_only excludes.
     """
     if not model.use_peft:
         freeze_unused(built)
@@ -108,8 +108,8 @@ def load_adapter(model: PreTrainedModel, path: str, config_file: Path) -> nn.Mod
 def _check_adapter_size(model: PreTrainedModel, config_file: Path) -> None:
     """Raise ConfigurationError if an adapter needs more memory than is free.
 
-    PEFT allocates an adapter by its settings, before it reads any weight. If PEFT cannot build the
-    adapter, this function raises nothing, because `load_adapter` then raises PEFT's error.
+    PEFT allocates the adapter from its settings before it reads any weight. If PEFT cannot build
+    the adapter, this function raises nothing. `load_adapter` raises PEFT's error afterwards.
     """
     from peft import PeftConfig, get_peft_model
 
@@ -132,9 +132,9 @@ def trained_bytes(
 ) -> int:
     """Return the bytes of the trained weights. Their gradients take as many bytes.
 
-    `trained` is the number of trained weights, and `dtype` the type of the model's weights. PEFT
-    keeps adapters in float32 (autocast_adapter_dtype). Layers that are trained without an adapter
-    (lora_modules_to_save) keep `dtype`, but with QLoRA they are float32.
+    dtype: the type of the model's weights. trained: the number of trained weights. PEFT keeps
+    adapters in float32 (autocast_adapter_dtype). Layers that are trained without an adapter
+    (lora_modules_to_save) keep `dtype`. With QLoRA these layers are float32 as well.
     """
     if not model.use_peft:
         return trained * dtype.itemsize
@@ -160,9 +160,10 @@ def freeze_unused(model: PreTrainedModel) -> list[str]:
 
 
 def freeze_asked(built: PreTrainedModel, model: ModelArguments) -> None:
-    """Freeze the weights that --freeze names. With --train_only, freeze weights it does not name.
+    """Freeze weights as --freeze and --train_only ask.
 
-    Raises ConfigurationError if a name matches no layer or weight, or if all weights are frozen.
+    --freeze names the weights to freeze. --train_only names the only weights to train. Raises
+    ConfigurationError if a name matches no layer or weight, or if all weights are frozen.
     """
     if not (model.freeze or model.train_only):
         return
@@ -182,7 +183,7 @@ def freeze_asked(built: PreTrainedModel, model: ModelArguments) -> None:
 
 
 def frozen_lines(model: ModelArguments, config: PreTrainedConfig) -> list[str]:
-    """Return a list of the log line on weights that --freeze and --train_only freeze, or []."""
+    """Return a list with one log line on the weights that `freeze_asked` freezes, or []."""
     if not (model.freeze or model.train_only):
         return []
     built = without_weights(config)
@@ -192,11 +193,11 @@ def frozen_lines(model: ModelArguments, config: PreTrainedConfig) -> list[str]:
     named = dict(built.named_parameters(remove_duplicate=False))
     frozen = {weight for weight in before if not weight.requires_grad}
     inside = {name: set(module.parameters()) for name, module in built.named_modules() if name}
-    whole: list[str] = []  # the largest layers that are frozen, and weights outside of them
+    whole: list[str] = []  # layers whose weights are all frozen, and frozen weights of other layers
     for name, weights in (inside | {name: {weight} for name, weight in named.items()}).items():
         if weights and weights <= frozen and not f"{name}.".startswith(tuple(whole)):
             whole.append(f"{name}.")
-    alike: dict[str, list[str]] = {}  # the numbers of layers are left out of the keys
+    alike: dict[str, list[str]] = {}  # in the keys, N replaces the layer numbers
     for name in whole:
         alike.setdefault(re.sub(r"\d+", "N", name), []).append(name[:-1])
     shown = [" to ".join(dict.fromkeys((each[0], each[-1]))) for each in alike.values()]
@@ -211,7 +212,7 @@ def frozen_lines(model: ModelArguments, config: PreTrainedConfig) -> list[str]:
 
 
 def _weights_in(named: Mapping[str, nn.Parameter], layers: Sequence[str]) -> set[nn.Parameter]:
-    """Return the weights of `named` in layers with these full names. "" names the whole model."""
+    """Return the weights inside the layers with these full names. "" names the whole model."""
     inside = tuple(f"{layer}." if layer else "" for layer in layers)
     return {weight for name, weight in named.items() if f"{name}.".startswith(inside)}
 
@@ -220,8 +221,8 @@ def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPla
     """Return the plan of the layers that LoRA adapts, or None if LoRA is off.
 
     By default LoRA adapts the experts and all linear layers of the text model except the LM head.
-    Raises ConfigurationError if LoRA does not fit the model. PEFT is tried on a model without
-    weights, so this error comes before weights load.
+    Raises ConfigurationError if LoRA does not fit the model. This function tries PEFT on a model
+    without weights, so the error appears before the weights load.
     """
     if not model.use_peft:
         return None
@@ -246,7 +247,7 @@ def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPla
             f"LoRA does not fit {config.model_type}: {first_line(error)} Set lora_target_modules "
             "to other layers."
         ) from error
-    # PEFT would repeat it for every further copy of this model.
+    # PEFT would repeat this warning for each further copy of the model.
     warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
     trained, total = adapted.get_nb_trainable_parameters()
     report.append(
@@ -261,8 +262,8 @@ def _adapt(
 ) -> tuple[ModelArguments, Any, list[str]]:
     """Build a model without weights and with LoRA's adapters on `modules` and `parameters`.
 
-    These are full names of layers and weights. Returns the settings with these names, the adapted
-    model, and those of `modules` that PEFT did not adapt.
+    modules, parameters: full names of layers and of weights. Returns the settings with these names,
+    the adapted model, and the names in `modules` that PEFT did not adapt.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -315,9 +316,8 @@ def _matched(
 ) -> list[str]:
     """Return the full names in `known` that match a name or regular expression in `asked`.
 
-    A name matches full names that end with it. Each name without a match adds a message about
-    `setting` to `problems`. had_experts: names that layers of experts had in older versions of
-    transformers (FORMERLY) need no match.
+    A name matches all full names that end with this name. Each name without a match adds a message
+    about `setting` to `problems`. had_experts: experts' old names (FORMERLY) need no match.
     """
     found: set[str] = set()
     for name in [asked] if isinstance(asked, str) else asked:
@@ -338,11 +338,11 @@ def _matched(
 def linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Return the full names of the text model's linear layers, and of the weights of experts.
 
-    The LM head is left out. A layer is linear if its class has the forward method of a linear
-    layer. Routers that derive from nn.Linear but return several tensors are not linear. PEFT
-    refuses some layers of Mamba, because Mamba's fused kernels read the weights directly. These
-    layers are left out. The weights of all experts of a layer are one tensor, (experts, in, out) or
-    (experts, out, in).
+    A layer is linear if its class has the forward method of a linear layer. Routers that derive
+    from nn.Linear but return several tensors are not linear. The LM head is left out. Some layers
+    of Mamba are left out, because Mamba's fused kernels read their weights directly, and PEFT
+    refuses such layers. The weights of all experts of a layer are one tensor, (experts, in, out)
+    or (experts, out, in).
     """
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
@@ -368,7 +368,7 @@ def trained_matrices(model: Any) -> list[nn.Parameter]:
 
     These are the weights of linear layers, including LoRA's, and the stacked weights of experts.
     Routers are left out, because each row of a router scores one expert. LoRA's adapters of experts
-    are left out, because one of their tensors holds several matrices.
+    are left out, because one tensor of such an adapter holds several matrices.
     """
     from peft.tuners.lora.layer import ParamWrapper
 

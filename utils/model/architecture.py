@@ -57,12 +57,12 @@ def first_line(error: BaseException) -> str:
 
 
 def first_set(owner: Any, names: Sequence[str]) -> Any:
-    """Return the first value of these attributes that is not None, 0 or empty, or else None."""
+    """Return the first value of these attributes that is not None, 0 or empty. Default: None."""
     return next((getattr(owner, name) for name in names if getattr(owner, name, None)), None)
 
 
 def layer_settings(config: PretrainedConfig) -> dict[int | str, dict[str, Any]]:
-    """Return {layer index: {setting: value}} of values that differ from the model's own."""
+    """Return {layer index: {setting: value}} of settings that differ from the whole model's."""
     settings = config.to_dict().get("per_layer_config") or {}
     return {int(layer): own for layer, own in settings.items()}
 
@@ -91,13 +91,13 @@ def causal_lm_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def is_multimodal(model_config: PretrainedConfig) -> bool:
-    """Return whether a model has other parts than AutoModelForCausalLM loads, as image towers."""
+    """Return whether a model has parts, such as image towers, beside its causal language model."""
     causal = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
     return causal is not causal_lm_class(model_config)
 
 
 def text_model_config(model_config: PretrainedConfig) -> PretrainedConfig | None:
-    """Return the configuration of a model's text part; None if it cannot be a model by itself."""
+    """Return the configuration of a model's text part, or None if this part is not a model."""
     found: Any = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
     if found is None or found.config_class is not model_config.sub_configs.get("text_config"):
         return None
@@ -106,7 +106,7 @@ def text_model_config(model_config: PretrainedConfig) -> PretrainedConfig | None
 
 
 def _not_for_text(model_class: Any, model_config: PretrainedConfig) -> str | None:
-    """Return why a model cannot train on text alone, as the end of a message; None if it can."""
+    """Return why a model cannot train on text alone, or None. The text is the end of a message."""
     text = model_config.get_text_config(decoder=True)
     if model_config.is_encoder_decoder or getattr(text, "is_encoder_decoder", False):
         return "is an encoder with a decoder, and Stoker trains decoders alone: use one of those."
@@ -149,16 +149,16 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
     """Return the model on the meta device, without weights.
 
     The model uses eager attention, because loading an attention that the configuration names could
-    run foreign code. Raises ConfigurationError if the model's buffers do not fit into memory, and
-    any Exception if the model cannot be built.
+    run foreign code. Raises ConfigurationError if the model's buffers do not fit into memory. If
+    the model cannot be built, transformers' code may raise any Exception.
     """
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"
     name = config.name_or_path or f"a model of type {config.model_type}"
     with limits(f"building {name}"), torch.device("meta"):
         built: Any = causal_lm_class(config)(config)
-    # from_pretrained computes the buffers (tables of positions) on the CPU, even without weights,
-    # and in int64 first, so they need more memory for a moment.
+    # from_pretrained computes the buffers (tables of positions) on the CPU, even without weights.
+    # It computes them in int64 first, which needs more memory for a moment.
     check_room(4 * sum(value.nbytes for value in built.buffers()), f"{name}: its buffers take")
     return built
 
@@ -187,7 +187,7 @@ def check_model(config: PretrainedConfig) -> None:
 
 
 def expert_count(layer: torch.nn.Module) -> int:
-    """Return the number of a layer's experts, or 0 unless one tensor has all experts' weights."""
+    """Return the number of experts of a layer that stacks their weights, or 0 for other layers."""
     own = layer.parameters(recurse=False)
     stacked = any(len(getattr(weight, "ds_shape", weight.shape)) == 3 for weight in own)
     return (first_set(layer, ("num_experts", "num_routed_experts")) or 0) if stacked else 0
@@ -206,7 +206,7 @@ def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def has_experts(built: PreTrainedModel) -> bool:
-    """Return whether a model routes tokens to experts. No setting says so in all architectures."""
+    """Return whether a model routes tokens to experts. Architectures have no common setting."""
     return bool(routers(built)) or any(map(expert_count, built.modules()))
 
 
@@ -234,7 +234,7 @@ def add_input_hooks(model: PreTrainedModel) -> None:
 
 
 def accept_xlstm_kernels() -> None:
-    """Let xLSTM configurations name Triton's kernels where they are not installed.
+    """Let xLSTM configurations name Triton's kernels even if these are not installed.
 
     `choose_xlstm_kernels` replaces these names later.
     """
@@ -249,7 +249,7 @@ def choose_xlstm_kernels(
 ) -> None:
     """Set and log the kernels in an xLSTM's configuration. Other configurations are unchanged.
 
-    length: sequence_length. Raises ConfigurationError if Triton's kernels do not support it.
+    length: sequence_length. Raises ConfigurationError if Triton's kernels exclude this length.
     """
     if config.model_type != "xlstm":
         return
@@ -267,9 +267,9 @@ def choose_xlstm_kernels(
 
 
 def apart_inside(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return parts of names, such as ".layers.3.", that only modules without use for text have.
+    """Return name parts, such as ".layers.3.", of the modules that process images or sound.
 
-    These modules are in the text model. The text models of Chameleon and Phi-4 contain image
+    Only modules inside the text model count. The text models of Chameleon and Phi-4 contain image
     towers. Llama 3.2 Vision has layers that attend to images.
     """
     config: Any = model.config

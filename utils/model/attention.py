@@ -40,7 +40,7 @@ MASK_COST = (
 )
 FLEX = "flex_attention"
 RUN_ANYWHERE = (NAME, "sdpa", "eager")
-OPEN = "open"  # instead of a kernel's name, if another machine trains: the kernel is chosen there
+OPEN = "open"  # the kernel's name in a plan for another machine, which chooses the kernel later
 ONE_A_ROW = "set --packing none (one document a sequence, so that there is nothing to leak)"
 ONE_DOCUMENT = "{}: each sequence is one document, as --packing none has it"
 KERNELS = (
@@ -48,22 +48,21 @@ KERNELS = (
     "mamba-ssm and causal-conv1d), with which this check decides anew"
 )
 
-
 Rows = tuple[tuple[int, ...], ...]
-# Two packed sequences for `check_isolation`: for each, the lengths of its documents and last the
-# length of its padding. All documents have different lengths.
+# Two packed sequences for `check_isolation`. Each has the lengths of its documents and, at the end,
+# the length of its padding. All documents have different lengths.
 ROWS = ((7, 5, 9, 3), (4, 13, 7))
 # Two sequences of one document each. The first ends in padding.
 WHOLE_ROWS = ((17, 7), (24,))
 FULL_ROW = ((24,),)  # one document without padding, for which transformers may build no mask
-# Settings for the comparison with eager attention (`_difference`), smaller than the documents:
-# windows then hide tokens, and sparse attention (as in DeepSeek) must select tokens or blocks.
+# Settings for the comparison with eager attention (`_difference`). They are smaller than the
+# documents, so that windows hide tokens, and sparse attention (DeepSeek) selects tokens or blocks.
 CUT_SHORT = {
     "sliding_window": 4, "attention_chunk_size": 4, "compress_rates": 4, "index_topk": 2,
     "index_topk_blocks": 2,
 }  # fmt: skip
-# Under sparse attention `_difference` compares documents that are LONGER times as long, and MORE
-# times as many sequences. With few tokens many scores would be equal.
+# Under sparse attention `_difference` uses LONGER times as long documents in MORE times as many
+# sequences. With few tokens many scores would be equal.
 LONGER, MORE = 4, 4
 TOLERANCE = 1e-4
 
@@ -96,12 +95,14 @@ def attention_choices(
 ) -> Iterator[AttentionChoice]:
     """Yield the best attention for packed training, then the fallbacks to try if the best fails.
 
-    `requested` is --attn_implementation: an attention of transformers, or a kernel for Stoker's
-    attention `packed_varlen`. `needs` is the result of `observe_attention`. `dtype` is the type
-    that training computes in. `whole_rows`: no sequence has more than one document. The fallbacks
-    are then sdpa or eager without document boundaries, because no token of the document sees the
-    padding after it. Without `whole_rows` there are fallbacks only if no attention is requested.
-    They use a mask of blocks. Raises ConfigurationError if the requested attention cannot run.
+    requested: --attn_implementation, an attention of transformers or a kernel for Stoker's
+    attention `packed_varlen`. needs: the result of `observe_attention`. dtype: the type that
+    training computes in. whole_rows: each sequence has at most one document.
+
+    With `whole_rows` the fallbacks are sdpa and eager without document boundaries, because causal
+    attention never sees the padding after a document. Without `whole_rows` there are fallbacks only
+    if no attention is requested. They use a block mask. Raises ConfigurationError if the requested
+    attention cannot run.
     """
     name, model_class = requested or "auto", causal_lm_class(model_config)
     class_name = model_class.__name__
@@ -150,7 +151,7 @@ def _choose_packed(
 ) -> AttentionChoice:
     """Register `packed_varlen` with a kernel in transformers; return this choice.
 
-    name: the requested kernel. "auto" and "packed_varlen" take the fastest kernel. Raises
+    name: the requested kernel. "auto" and "packed_varlen" select the fastest kernel. Raises
     ConfigurationError if the requested kernel cannot run on this host.
     """
     usable, refusals = find_kernels(device_type, dtype, needs, whole_rows)
@@ -197,9 +198,10 @@ def is_recurrent(model_config: PretrainedConfig) -> bool:
 
 
 def check_row_positions(model_config: PretrainedConfig, sequence_length: int) -> None:
-    """Raise ConfigurationError if Llama 4 would scale queries by positions of the packed sequence.
+    """Raise ConfigurationError if Llama 4 would scale queries by positions in a packed sequence.
 
-    Llama 4 scales queries from token `floor_scale` of a sequence on, not of a document.
+    Llama 4 scales the queries of all tokens after the first `floor_scale` tokens of a sequence,
+    even if a document begins later.
     """
     text = model_config.get_text_config(decoder=True)
     first = getattr(text, "floor_scale", None)
@@ -221,9 +223,9 @@ def choose_isolated_attention(
 ) -> AttentionChoice:
     """Return the first attention of `attention_choices` that passes `check_isolation`.
 
-    For the arguments see `attention_choices`. Raises ConfigurationError if no attention passes. If
-    no small model runs on `device`, raises ProbeError. With `whole_rows` an unchecked attention is
-    then returned instead.
+    For the arguments see `attention_choices`. Raises ConfigurationError if no attention passes. The
+    check is impossible if no small model runs on `device`. With `whole_rows` an unchecked attention
+    is then returned. Without `whole_rows` ProbeError is raised.
     """
     refusals: list[ConfigurationError] = []
     try:
@@ -311,7 +313,7 @@ def packed_batch(rows: Rows = ROWS, device: torch.device = CPU) -> dict[str, Any
 
 
 def _segments(rows: Rows) -> Iterator[tuple[int, int, int]]:
-    """Yield (sequence index, start, stop) of every document, and of the padding, in tokens."""
+    """Yield (sequence index, first token, last token + 1) of each document and of the padding."""
     for row, lengths in enumerate(rows):
         start = 0
         for length in lengths:
@@ -327,10 +329,10 @@ def _logits(model: PreTrainedModel, batch: dict[str, Any], batches: str) -> torc
 
 
 def _leak(model: PreTrainedModel, rows: Rows, batches: str) -> str:
-    """Change one token of a packed batch at a time; return the first wrong effect as text, or "".
+    """Change one token of a packed batch at a time; return a text on the first wrong effect, or "".
 
-    The first and the last token of each document are changed. This may change logits from the
-    changed token to the end of its document, and no others.
+    This changes the first and the last token of each document. Only logits from the changed token
+    to the end of its document may change.
     """
     batch = packed_batch(rows, model.device)
     reference = _logits(model, batch, batches)
@@ -371,7 +373,7 @@ def _cut_short(config: PretrainedConfig) -> None:
 def _difference(
     config: PretrainedConfig, choice: AttentionChoice, rows: Rows, device: torch.device
 ) -> str:
-    """Return an error text if float32 logits of packed rows differ from eager attention's, or "".
+    """Compare float32 logits of packed rows with eager attention; return an error text or "".
 
     Eager attention computes each document of `rows` alone.
     """

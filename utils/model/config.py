@@ -1,12 +1,11 @@
 """The configuration of the model to train, and embedding rows for new tokens of the tokenizer.
 
 Published files have keys that their architecture does not declare. Some are old names
-(`rope_theta`), some are read only by the model's code (`head_dim` of Qwen3-MoE), and many have no
-effect.
+(`rope_theta`). The model's code reads some others (`head_dim` of Qwen3-MoE). Many have no effect.
 
-A run uses the tokenizer that made its data. This tokenizer may differ from the model's own, as that
-of a base model and its chat model do, if equal ids mean equal tokens. Tokens that the model's
-tokenizer lacks get new rows in the embedding.
+A run uses the tokenizer that made its data. This tokenizer may differ from the model's own
+tokenizer if equal ids mean equal tokens. For example, a base model may be trained with the
+tokenizer of its chat model. Tokens that the model's tokenizer lacks get new rows in the embedding.
 """
 
 import contextlib
@@ -144,8 +143,8 @@ def runnable(config: PreTrainedConfig) -> PreTrainedConfig:
 def read_config_file(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return a model's configuration file (JSON or YAML) as a dict, changed by `overrides`.
 
-    A mapping in `overrides` changes only the keys that it has. Raises ConfigurationError if the
-    file cannot be read, has a key twice or has no model_type.
+    A mapping in `overrides` is merged into the file's mapping. Raises ConfigurationError if the
+    file cannot be read, repeats a key or has no model_type.
     """
     where = f"the model's configuration {path}"
     try:
@@ -167,7 +166,6 @@ def read_config_file(path: Path, overrides: Mapping[str, Any] | None = None) -> 
 
 
 def _overridden(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `values` changed by `overrides`. Mappings inside change key by key."""
     inner = {
         name: _overridden(values[name], value)
         for name, value in overrides.items()
@@ -190,7 +188,7 @@ def config_from_file(
 
     If the file has no vocabulary size or special tokens, they come from the tokenizer. Raises
     ConfigurationError for an unknown model_type and for keys without effect. If a library wrote the
-    file, as a published config.json, its keys without effect are logged instead.
+    file, like a published config.json, keys without effect in the file are only logged.
     """
     values = read_config_file(path, overrides)
     model_type = values["model_type"]
@@ -230,7 +228,7 @@ def config_from_file(
 
 
 def _misplaced(overrides: Mapping[str, Any], config: PreTrainedConfig) -> str:
-    """Return the first key of `overrides` that belongs into the key text_config, or ""."""
+    """Return the first key of `overrides` that belongs under text_config, or ""."""
     text = config.get_text_config(decoder=True)
     own = {field.name for field in dataclasses.fields(config)}
     inner = (name for name in overrides if name not in own and hasattr(text, name))
@@ -240,9 +238,9 @@ def _misplaced(overrides: Mapping[str, Any], config: PreTrainedConfig) -> str:
 def _unused(values: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
     """Return the keys of a configuration file that have no effect on the model.
 
-    A key has an effect if the configuration's class declares it, or if its name is in the
-    architecture's code. It also has an effect if transformers made it part of another setting, so
-    that the configuration has no such attribute. Keys of vision towers are not checked.
+    A key has an effect if the configuration's class declares the key, or if the architecture's code
+    contains the key. transformers moves some keys into other settings. The configuration then has
+    no such attribute, and the key counts as used. Keys of vision towers are not checked.
     """
     known = {field.name for field in dataclasses.fields(config)}
     known |= {name for name, _ in inspect.getmembers(type(config), inspect.isdatadescriptor)}
@@ -290,7 +288,7 @@ def compare_with_model(
 
 
 def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids of `tokenizer` that the model's tokenizer lacks; [] if it has no tokenizer."""
+    """Return the ids that the model's tokenizer lacks, or [] if the model has no tokenizer."""
     own = _own_tokenizer(settings)
     if own is None:
         return []
@@ -302,10 +300,10 @@ def fit_embedding(
 ) -> None:
     """Enlarge the configuration's vocabulary size so that new tokens get embedding rows.
 
-    If the setting pad_embeddings_to_multiple_of is given, the size is rounded up to its multiple.
-    Otherwise, if new tokens need rows, the size is rounded up to a multiple of 64. Some published
-    tokenizers have more tokens than their model has embedding rows (Gemma 3 1B). These tokens do
-    not count as new, and data with these tokens is refused.
+    The size is rounded up to a multiple of pad_embeddings_to_multiple_of. Without this setting, the
+    size is rounded up to a multiple of 64 if new tokens need rows. Some published tokenizers have
+    more tokens than their model has embedding rows (Gemma 3 1B). These tokens do not count as new,
+    and data with these tokens is refused.
     """
     text, new = config.get_text_config(), new_token_ids(settings, tokenizer)
     multiple, before = settings.model.pad_embeddings_to_multiple_of, text.vocab_size
@@ -323,7 +321,10 @@ def fit_embedding(
 
 @torch.no_grad()
 def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
-    """Resize the embedding to `rows`. Added rows and the rows `new` become the others' mean."""
+    """Resize the embedding and the LM head to `rows`; set new rows to the mean of the other rows.
+
+    new: ids of new tokens. Their rows are also set to this mean if the rows exist already.
+    """
     weight: Any = model.get_input_embeddings().weight
     before = getattr(weight, "ds_shape", weight.shape)[0]  # under ZeRO-3 the tensor is empty
     if rows != before:
@@ -347,14 +348,14 @@ def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
 
 
 def _own_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of the model whose weights the run loads first; None if it has none."""
+    """Return the tokenizer that belongs to the initial weights, or None if it is missing."""
     model = settings.model.model_name_or_path or stage_tokenizer(settings)
     return None if model is None else _load_own(model)
 
 
 @functools.lru_cache(maxsize=1)
 def _load_own(model: str) -> PreTrainedTokenizerBase | None:
-    """Return a model's tokenizer; None if it is missing or fails to load, which is logged."""
+    """Return a model's tokenizer, or None if it is missing or fails to load. Log a failure."""
     if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):
         return None
     try:

@@ -43,7 +43,7 @@ def generation_settings(settings: RunSettings, config: PreTrainedConfig) -> Gene
 
 
 def check_token_ids(found: GenerationConfig) -> None:
-    """Raise ValueError unless each generation setting of token ids is an id or a list of ids."""
+    """Raise ValueError unless each setting in TOKEN_IDS has an id, a list of ids or None."""
     for name in TOKEN_IDS:
         value = getattr(found, name)
         ids = value if isinstance(value, list) else [0 if value is None else value]
@@ -56,8 +56,8 @@ def finished_generation(
 ) -> GenerationConfig | None:
     """Return the model's generation settings. Tokens that end answers in `data` stop generation.
 
-    padded: the embedding has more rows than the tokenizer has tokens. Generation then never chooses
-    an id that is no token. Returns None if the model cannot generate.
+    padded: whether the embedding has more rows than the tokenizer has tokens. Generation then never
+    chooses an id without a token. Returns None if the model cannot generate.
     """
     if not model.can_generate():
         return None
@@ -77,14 +77,14 @@ def finished_generation(
 
 
 def read_processor_files(settings: RunSettings) -> dict[str, bytes]:
-    """Return {file name: content} of the base model's processor files. All ranks must call."""
+    """Return {file name: content} of the base model's processor files. All ranks must call this."""
     source = str(stage_of(settings) or settings.model.model_name_or_path or "")
     paths = {name: _published(source, name, settings) for name in PROCESSOR_FILES}
     return {name: path.read_bytes() for name, path in paths.items() if path is not None}
 
 
 def write_processor_files(files: Mapping[str, bytes], tokenizer: Any, directory: Path) -> None:
-    """Write the processor's files. Leave out an old chat template if the tokenizer has one."""
+    """Write the processor's files, without OLD_TEMPLATE if the tokenizer has a chat template."""
     for name, content in files.items():
         if name != OLD_TEMPLATE or not tokenizer.chat_template:
             (directory / name).write_bytes(content)
@@ -115,9 +115,9 @@ def saved_dtype(
 ) -> torch.dtype:
     """Return the tensor type of `final/`: --save_dtype, or the base model's type.
 
-    A model that began with random weights is saved in the type that training had, `trained`. A
-    resumed run with `--init_from` keeps the type that it recorded first, because `config` may come
-    from the run's own checkpoint.
+    trained: the type of the weights in training. A model that began with random weights is saved in
+    this type. A resumed run with `--init_from` keeps the type that its first start recorded,
+    because `config` may come from the run's own checkpoint.
     """
     model = settings.model
     if model.save_dtype != "auto":
@@ -132,5 +132,5 @@ def saved_dtype(
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return a type's name in settings and config.json, such as "bfloat16"."""
+    """Return the name of a type in settings and in config.json, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

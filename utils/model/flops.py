@@ -1,10 +1,10 @@
 """Model FLOPs per token and peak FLOP/s of GPUs, for MFU.
 
-The convention is that of torchtitan, nanochat and benchmarks/hardware/flops.py. Each weight that
+torchtitan, nanochat and benchmarks/hardware/flops.py have the same convention. Each weight that
 multiplies a token counts 6 FLOPs, or 4 if it is frozen. The LM head counts once, even if it shares
-its weight with the embedding. The embedding does not count. An expert counts for the tokens that
-are routed to it. Each attention layer adds 12 * heads * head_dim * T for a sequence of T tokens, as
-if no token were masked. Recomputed activations do not count.
+its weight with the embedding. The embedding does not count. An expert counts only for the tokens
+that are routed to it. Each attention layer adds 12 * heads * head_dim * T per token of a sequence
+of T tokens, as if no token were masked. Recomputed activations do not count.
 """
 
 import math
@@ -32,11 +32,11 @@ from utils.model.architecture import (
 
 @dataclass(frozen=True)
 class TokenProducts:
-    """The counts from which model FLOPs per token are computed.
+    """Counts from which model FLOPs per token are computed.
 
-    forward: the number of weights that multiply a token; of experts, only those to which a token is
-    routed. trained: how many of these weights are trained. attention: (heads x head_dim, window in
-    tokens or None) of each attention layer.
+    forward: the number of weights that multiply a token, with only the experts that the token uses.
+    trained: the number of these weights that are trained. attention: for each attention layer,
+    heads x head_dim and the window in tokens, or None for a layer without a window.
     """
 
     forward: float
@@ -77,7 +77,7 @@ def token_products(model: Any) -> TokenProducts:
 
 
 def _weights(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
-    """Return (matrix, number of its weights) of a layer. Shards and 4-bit weights count in full."""
+    """Return pairs (matrix, number of weights) of a layer, as if not sharded and not in 4 bits."""
     if isinstance(module, nn.Linear):
         return [(module.weight, module.in_features * module.out_features)]
     if isinstance(module, Conv1D):
@@ -114,8 +114,8 @@ def _attention(config: PreTrainedConfig) -> tuple[tuple[float, int | None], ...]
 def effective_length(plans: Sequence[PackPlan], shares: np.ndarray) -> float:
     """Return the length of a token's document, averaged over all tokens.
 
-    Without the causal mask, a token would attend to so many tokens on average. `shares` (plans,)
-    has each dataset's share of the training sequences.
+    Without the causal mask, an average token would attend to this number of tokens. shares
+    (plans,): each dataset's share of the training sequences.
     """
     lengths = [plan.segments.lengths.astype(np.float64) for plan in plans]
     squares = [(each**2).sum() / plan.sequences for each, plan in zip(lengths, plans, strict=True)]
@@ -124,7 +124,7 @@ def effective_length(plans: Sequence[PackPlan], shares: np.ndarray) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return a GPU's peak in FLOP/s for dense bf16, from its data sheet; None if unknown."""
+    """Return a GPU's peak FLOP/s for dense bf16 from its data sheet, or None for other devices."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     found = (gpu["tflops"] * 1e12 for gpu in known_gpus().values() if name in gpu["names"])
     return next(found, None)

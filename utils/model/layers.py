@@ -1,4 +1,4 @@
-"""Activation checkpointing, compilation and 8-bit products (fp8) of a model's layers.
+"""Activation checkpointing, compilation and fp8 matrix products of a model's layers.
 
 Activation checkpointing has three modes. "none" keeps everything that autograd needs. "selective"
 keeps the outputs of matrix products and attention, and recomputes the other outputs of a layer.
@@ -6,14 +6,14 @@ keeps the outputs of matrix products and attention, and recomputes the other out
 inputs and the same random state.
 
 With fp8, torchao's Float8Linear multiplies in 8-bit floating point. A linear layer has three
-products in a step: its output, the gradient of its input and the gradient of its weight. Before
-each product both factors are rounded to fp8. Their scales follow from the largest value of each row
-(`rowwise`) or of the whole tensor (`tensorwise`). Weights, gradients and optimizer states keep
-their types, so checkpoints and `final/` do not change.
+matrix products in a step: its output, the gradient of its input and the gradient of its weight.
+Before each product both matrices are scaled and rounded to fp8. A scale is computed from the
+largest value of each row (`rowwise`) or of the whole matrix (`tensorwise`). Weights, gradients and
+optimizer states keep their types, so checkpoints and `final/` do not change.
 
 Some layers stay in bf16. The LM head and routers stay, because rounding them changes the loss most.
-Experts stay, because they are no linear layers. The first decoder layer stays, and layers with
-sizes that fp8 kernels do not support. torchtitan keeps the LM head in bf16, and accelerate keeps
+Experts stay, because they are not linear layers. The first decoder layer stays as well, and layers
+whose sizes fp8 kernels do not support. torchtitan keeps the LM head in bf16, and accelerate keeps
 the first and the last linear layer.
 """
 
@@ -50,7 +50,7 @@ from utils.model.weights import COMPUTED, weights_dtype
 CHOICES = ("none", "selective", "full")  # least recomputation first
 
 ROWWISE, TENSORWISE = "rowwise", "tensorwise"  # torchao's names
-MULTIPLE = 16  # torch's kernels take rows and columns in multiples of this number
+MULTIPLE = 16  # torch's fp8 kernels need numbers of rows and columns that 16 divides
 LOWEST_CAPABILITY = (8, 9)  # the first GPUs with products in fp8: L4, L40S, RTX 4090
 STRATEGIES = ("single", "ddp", "fsdp2")
 SHOWN = 3
@@ -65,10 +65,10 @@ _DROPOUT_ARGUMENTS = ("dropout_p", "p_dropout")
 
 
 def keep_products(model: PreTrainedModel) -> None:
-    """Make `model.activation_checkpointing_enable`, which Trainer calls, use the selective mode.
+    """Patch `model.activation_checkpointing_enable`, which Trainer calls, to the selective mode.
 
     Call this before PEFT wraps the model. Experts with a bias (gpt-oss) add the bias in place to
-    the outputs of their matrix products. These outputs are recomputed.
+    the outputs of their matrix products, so these outputs are recomputed.
     """
     enable = type(model).activation_checkpointing_enable
     biased = any(getattr(module, "has_bias", False) is True for module in model.modules())
@@ -88,8 +88,8 @@ def kept(
     """Return whether selective activation checkpointing keeps an operator's output.
 
     products: names of the matrix products to keep. Operators with dropout are always recomputed.
-    Recomputation begins with the layer's random state, and has to draw as many random numbers as
-    the first computation.
+    The recomputation restores the layer's random state. If it skipped an operator with dropout, the
+    following operators would draw other random numbers than in the forward pass.
     """
     schema = operator._schema
     known = schema.name.rpartition("::")[2] in products
@@ -104,7 +104,7 @@ def kept(
 
 # Set this variable before importing torch, because the import sets it to a directory in /tmp.
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# torch's names of a layer's arguments that change from step to step.
+# torch's names for the arguments of a layer that change from step to step.
 OPEN_NUMBERS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")
 LEAST_GRAPHS = 8  # torch's default limit
 
@@ -117,7 +117,7 @@ def compile_cache() -> Path:
 def check_compilation(strategy: str, compiles_here: bool = True) -> None:
     """Raise ConfigurationError if layers cannot be compiled.
 
-    ZeRO-3 excludes it. With `compiles_here`, this host needs a C++ compiler.
+    ZeRO-3 excludes compilation. compiles_here: this host compiles and needs a C++ compiler.
     """
     if strategy == "zero3":
         raise ConfigurationError(
@@ -161,7 +161,7 @@ def choose_compilation(
     """Return whether to compile layers, and the reason to log. "" means that nothing is logged.
 
     A resumed run keeps the choice that it recorded, because compiled layers round differently.
-    `elsewhere`: the run trains on another machine. All ranks must call this. Raises
+    elsewhere: whether the run trains on another machine. All ranks must call this. Raises
     ConfigurationError if compilation is requested but not possible.
     """
     compiled, why = settings.model.compile, "as requested"
@@ -206,9 +206,9 @@ def pads_to_longest(
 
 
 def _hindrance(config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool) -> str | None:
-    """Return the reason not to compile layers by default, as text; None if there is no reason.
+    """Return a reason not to compile layers by default, or None if there is no such reason.
 
-    elsewhere: another machine trains and compiles
+    elsewhere: whether another machine trains and compiles
     """
     if not elsewhere and torch.cuda.get_device_capability()[0] < 8:  # Triton needs 8.0 for bfloat16
         return "the GPU's compute capability is below 8.0"
@@ -217,7 +217,7 @@ def _hindrance(config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool) -
     if has_experts(without_weights(config)):
         return "each expert of this model gets as many tokens as are routed to it"
     model_class = causal_lm_class(config)
-    if not model_class.supports_gradient_checkpointing:  # layers are marked for it
+    if not model_class.supports_gradient_checkpointing:  # `marked_layers` needs it
         return f"transformers marks no layers in {model_class.__name__}"
     try:
         check_compilation(launch.strategy, compiles_here=not elsewhere)
@@ -228,10 +228,10 @@ def _hindrance(config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool) -
 
 @dataclass(frozen=True)
 class Float8Plan:
-    """The layers that multiply in fp8, and how they do it.
+    """The layers that multiply in fp8, and their scaling.
 
-    recipe: torchao's name of the scaling. layers: full names. emulated: factors are rounded to fp8
-    but multiplied in another type, because the device has no fp8 products.
+    recipe: torchao's name of the scaling. layers: full names. emulated: whether matrices are
+    rounded to fp8 but multiplied in another type, because the device has no fp8 products.
     """
 
     recipe: str
@@ -260,9 +260,9 @@ def plan_float8(
 ) -> Float8Plan | None:
     """Return the plan of the layers that multiply in fp8, or None without `--fp8`.
 
-    Lines for the log are added to `report`. All ranks call this. `elsewhere`: the run trains on
-    another machine. Raises ConfigurationError if the GPU, the strategy, the sizes or the model do
-    not allow fp8.
+    Lines for the log are added to `report`. All ranks must call this. elsewhere: whether the run
+    trains on another machine. compiled: whether layers are compiled. Raises ConfigurationError if
+    the GPU, the strategy, the sizes or the model do not allow fp8.
     """
     if not settings.model.fp8:
         return None
@@ -301,7 +301,10 @@ def plan_float8(
 
 
 def _emulates(settings: RunSettings, launch: LaunchFacts, elsewhere: bool) -> bool:
-    """Return whether this CPU trains and emulates fp8. ConfigurationError for GPUs without fp8."""
+    """Return whether training runs on this CPU, which emulates fp8. All ranks must call this.
+
+    Raises ConfigurationError if a GPU of the run has no fp8 products.
+    """
     found = ""
     if settings.run.assume:
         gpus = assumed_gpus(settings.run.assume)
@@ -318,7 +321,7 @@ def _emulates(settings: RunSettings, launch: LaunchFacts, elsewhere: bool) -> bo
 
 
 def float8_layers(config: PreTrainedConfig) -> tuple[tuple[str, ...], list[str]]:
-    """Return the full names of the layers for fp8, and texts on the layers that stay in bf16."""
+    """Return the full names of the layers for fp8, and descriptions of layers that stay in bf16."""
     built = without_weights(config)
     linear, experts = linear_and_experts(built)
     routing = {id(module) for router in routers(built) for module in router.modules()}

@@ -2,8 +2,8 @@
 
 The load-balancing loss of E experts is E * sum over experts e of f_e * p_e. f_e is the number of
 assignments to e per token, and p_e the mean router probability of e, over the tokens of all layers
-(Switch Transformer, arXiv 2101.03961, equations 4 to 6). The product of two means is not a mean
-over tokens, so its average over micro-batches would depend on their sizes. Therefore f_e is first
+(Switch Transformer, arXiv 2101.03961, equations 4 to 6). If each micro-batch had its own f_e, the
+loss of the global batch would depend on the sizes of the micro-batches. Therefore f_e is first
 counted over the whole global batch, without a gradient. With f_e fixed, the loss is a sum over
 tokens, and any division into micro-batches gives the same loss.
 
@@ -72,11 +72,11 @@ class RouterTerm:
 
 @dataclass
 class LossOutput(ModelOutput):
-    """The loss of a micro-batch, and sums over its tokens: losses by source, uses of experts."""
+    """The loss of a micro-batch, and sums over its tokens by data source and by expert."""
 
     loss: torch.Tensor | None = None
-    # by_source: the result of `_sums_by_source`, only by the fused head. hits: whether the label of
-    # each loss token had the largest logit, (N,); without the fused head (B, T) in evaluations.
+    # Only the fused head sets by_source, the result of `_sums_by_source`. hits: whether each label
+    # had the largest logit, for N loss tokens (N,) or for all tokens (B, T).
     by_source: torch.Tensor | None = None
     hits: torch.Tensor | None = None
     assignments: torch.Tensor | None = None  # tokens routed to each expert, (experts,) float32
@@ -86,20 +86,21 @@ class LossOutput(ModelOutput):
 
 @dataclass(frozen=True)
 class LossHeadChoice:
-    """The way to compute the loss. "fused" makes some tokens' logits at a time, "logits" all."""
+    """The way to compute the loss. "logits" keeps all logits in memory, "fused" a chunk of them."""
 
     name: str
     reason: str  # for the log
     router: RouterTerm | None = None
 
     def install(self, model: PreTrainedModel, compiled: bool = False) -> None:
-        """Let model.forward compute the loss this way; call this before PEFT wraps the model.
+        """Make model.forward compute the loss this way. Call this before PEFT wraps the model.
 
-        compiled: compile the softmax on a GPU. model.forward gets these further arguments:
-        loss_positions: the result of `find_loss_positions`; without it the host waits for the GPU.
-        shift_labels (B, T): the result of `next_labels`. sequence_tokens: see `count_routed`, whose
-        sums the output then has. count_only: compute only these sums. sources, bool (sources, B):
-        the data source of each sequence.
+        compiled: compile the softmax on a GPU. model.forward then accepts these further arguments:
+        loss_positions   result of `find_loss_positions`; if missing, the host waits for the GPU
+        shift_labels     (B, T), result of `next_labels`
+        sequence_tokens  argument of `count_routed`; the output then has the sums of `count_routed`
+        count_only       whether to compute only the sums of `count_routed`
+        sources          bool (sources, B), the data source of each sequence
         """
         fused, router, original = self.name == "fused", self.router, model.forward
         has_term = hasattr(model.config.get_text_config(), SWITCH)
@@ -152,7 +153,7 @@ class LossHeadChoice:
 
 
 def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
-    """Let the LM head's forward compute the loss, because FSDP2 and ZeRO-3 gather weights there."""
+    """Compute the loss in the LM head's forward, where FSDP2 and ZeRO-3 gather the weight."""
     terms, head = _logit_terms(model.config.get_text_config()), model.get_output_embeddings()
 
     def head_forward(
@@ -172,7 +173,7 @@ def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
 def _sums_by_source(
     losses: torch.Tensor, positions: torch.Tensor, sources: torch.Tensor | None, length: int
 ) -> torch.Tensor | None:
-    """Return loss sums and loss tokens by source, float64 (2, sources); None without `sources`."""
+    """Return loss sums and token counts, float64 (2, sources), or None without `sources`."""
     if sources is None:
         return None
     own = sources.index_select(1, positions // length)
@@ -207,13 +208,13 @@ def choose_loss_head(
     router: RouterTerm | None = None,
     device: torch.device | None = CPU,
 ) -> LossHeadChoice:
-    """Return the choice how the loss is computed. `requested` is "auto", "fused" or "logits".
+    """Choose how to compute the loss. `requested` is "auto", "fused" or "logits".
 
-    "auto" tests a small random model: if "fused" and "logits" give equal losses and gradients up to
-    rounding, it takes "fused". The small model runs on `device`, the training device. A host
-    without the training device passes None, and the small model runs on the CPU if possible.
-    adapted: LoRA trains the LM head or rows of new tokens. Raises ConfigurationError if "fused" is
-    requested and not possible.
+    "auto" tests a small random model on `device`. If "fused" and "logits" give equal losses and
+    gradients up to rounding, "auto" chooses "fused". device: the training device, or None on a host
+    without the training device. The small model then runs on the CPU if possible. adapted: whether
+    LoRA trains the LM head or rows of new tokens. Raises ConfigurationError if "fused" is requested
+    and not possible.
     """
     problem, proved = None, ""
     if adapted and requested != "logits":
@@ -288,8 +289,8 @@ def router_term(
 ) -> RouterTerm | None:
     """Return the load-balancing loss that training adds to the cross-entropy, or None.
 
-    Fine-tuning always adds it, like TRL. Pretraining adds it if the model's configuration sets
-    output_router_logits. `given` replaces the configuration's coefficient. Raises
+    Fine-tuning always adds this loss, like TRL. Pretraining adds it if the model's configuration
+    sets output_router_logits. `given` replaces the configuration's coefficient. Raises
     ConfigurationError if `given` is set for a model without a load-balancing loss.
     """
     text: Any = config.get_text_config()
@@ -367,7 +368,7 @@ def check_own_loss(entry: str) -> None:
 
 
 def install_own_loss(model: PreTrainedModel, entry: str) -> None:
-    """Let model.forward compute the loss of --loss in training. Call before PEFT wraps `model`."""
+    """Make model.forward compute the loss of --loss. Call this before PEFT wraps `model`."""
     function, original = load_own(entry), model.forward
 
     @functools.wraps(original)

@@ -59,7 +59,7 @@ SAME_WIDTH = ("embedding_dim", "lru_width", "attention_hidden_size", "d_model")
 
 
 class ProbeError(ConfigurationError):
-    """Error: a check did not happen, because its small model does not run on this host."""
+    """Error of a check whose small model does not run on this host."""
 
 
 def torch_operators() -> contextlib.AbstractContextManager[Any]:
@@ -110,7 +110,7 @@ def build_probe_model(
 
     config: the result of `probe_config`.
 
-    Weights that text does not use are zeros without memory. The CPU's random state is restored.
+    Weights that text does not use are zeros and take no memory. The CPU's random state is restored.
     """
     planned = without_weights(config)
     unused = {id(value) for value in outside_text(planned).values()}
@@ -139,10 +139,10 @@ def build_probe_model(
 
 
 def observe_attention(config: PretrainedConfig, device: torch.device = CPU) -> AttentionNeeds | str:
-    """Return the features that a model's layers need in an attention that gets no mask.
+    """Return the features that a model needs from an attention function without masks.
 
-    config: the result of `probe_config`. This small model runs once in training mode. If it cannot
-    use an attention that gets no mask, the reason is returned as text.
+    config: the result of `probe_config`. This small model runs once in training mode. If the model
+    cannot use attention without masks, a text with the reason is returned.
     """
     unused = f"{causal_lm_class(config).__name__} calls no attention of the AttentionInterface"
     whole = build_probe_model(config, "eager", device)
@@ -176,7 +176,7 @@ def _run(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
-    """Return the configuration with a small text model. cut_heads: reduce its heads as well."""
+    """Return the configuration with a small text model. cut_heads: reduce the heads as well."""
     whole = copy.deepcopy(model_config)
     config = whole.get_text_config(decoder=True)
     if config is not whole:
@@ -209,7 +209,7 @@ def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
 def _cut_settings(settings: dict[str, Any], experts: int | None) -> dict[str, Any]:
     """Return a layer's settings (see `layer_settings`) for the small model.
 
-    Numbers of heads are left out. experts: the number of experts, or None to keep it.
+    Numbers of heads are left out. experts: the new number of experts, or None to keep the old one.
     """
     small = dict(settings)
     for name, value in settings.items():
@@ -223,9 +223,9 @@ def _cut_settings(settings: dict[str, Any], experts: int | None) -> dict[str, An
 
 
 def _cut_layers(config: PretrainedConfig) -> list[int]:
-    """Remove all layers but the first of each type; return the indices that the rest had.
+    """Keep only the first layer of each type; return the old indices of the kept layers.
 
-    If all layers have the same type, the first two stay.
+    If all layers have the same type, the first two layers are kept.
     """
     layers = config.num_hidden_layers
     types = first_set(config, LAYER_TYPES) or ["attention"] * layers
@@ -248,7 +248,7 @@ def _cut_layers(config: PretrainedConfig) -> list[int]:
 
 
 def _cut_heads(config: PretrainedConfig) -> None:
-    """Reduce the model to one or two key/value heads. Fit query heads and hidden size to them."""
+    """Reduce a model to one or two key/value heads, and fit its query heads and hidden size."""
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
         return

@@ -1,7 +1,7 @@
 """Weights that `--init_from` loads from an earlier run, and the record of their origin.
 
-`--init_from` names the directory of a run, a checkpoint or a model in safetensors. From a run's
-directory, final/ is loaded, or the newest complete checkpoint if there is no final/.
+`--init_from` names the directory of a run, a checkpoint or a model in safetensors. For a run,
+Stoker loads final/, or the newest complete checkpoint if there is no final/.
 """
 
 import logging
@@ -30,7 +30,7 @@ OPTIMIZER = "optimizer.pt"
 
 
 def find_stage(init_from: str) -> Path:
-    """Return the weights directory for `--init_from`. ConfigurationError if it has no weights."""
+    """Return the weights directory for `--init_from`, or raise ConfigurationError."""
     directory = Path(init_from)
     if (directory / CONFIG).is_file():  # a run's directory
         final = directory / FINAL
@@ -64,8 +64,8 @@ def stage_of(settings: RunSettings) -> Path | None:
 def weights_directory(settings: RunSettings) -> Path:
     """Return the directory, or the name on the Hub, of the weights that a new run loads.
 
-    For a resumed run this is the directory that it recorded for this `--init_from`, because the
-    earlier run may have newer weights now. Raises ConfigurationError if there are no weights.
+    A resumed run uses the directory that it recorded for this `--init_from`, because the earlier
+    run may have newer weights now. Raises ConfigurationError if there are no weights.
     """
     init_from = settings.model.init_from
     if init_from is None:
@@ -95,8 +95,8 @@ def stage_tokenizer(settings: RunSettings) -> str | None:
 def origin_directory(settings: RunSettings, strategy: str, resume_from: str | None) -> Path | None:
     """Return the weights directory of `--init_from`, or None if this start does not load it.
 
-    resume_from: the checkpoint to resume from, or None. With a checkpoint, only LoRA loads the
-    directory. Raises ConfigurationError if the directory has no weights, or if --init_optimizer is
+    resume_from: the checkpoint to resume from, or None. A run that resumes loads the directory only
+    under LoRA. Raises ConfigurationError if the directory has no weights, or if --init_optimizer is
     not possible.
     """
     model = settings.model
@@ -124,7 +124,7 @@ def origin_directory(settings: RunSettings, strategy: str, resume_from: str | No
 def weights_origin(
     settings: RunSettings, strategy: str, resume_from: str | None
 ) -> dict[str, Any] | None:
-    """Return {path, run_id, step, sha256, ...} of the weights of `--init_from`, to record.
+    """Return {path, run_id, step, sha256, ...} of the weights of `--init_from`, to be recorded.
 
     Returns None if this start does not load these weights (see `origin_directory`). Raises
     ConfigurationError if the files differ from their manifest.

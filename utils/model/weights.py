@@ -1,7 +1,7 @@
-"""The weights of a run: loaded with a check of every tensor, or random; and their digests.
+"""The initial weights of a run: published weights with a check of each tensor, or random weights.
 
-QLoRA (arXiv 2305.14314) keeps linear layers in 4 bits under LoRA's adapters, by bitsandbytes.
-Checkpoints do not contain the quantized weights: each rank quantizes the published weights again
+QLoRA (arXiv 2305.14314) keeps linear layers under LoRA's adapters in 4 bits with bitsandbytes.
+Checkpoints do not contain the quantized weights. Each rank quantizes the published weights again
 when it loads them, with the same result every time. Layers compute with the dequantized weights.
 `final/` contains the dequantized weights with the adapters merged.
 """
@@ -52,20 +52,20 @@ COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Quantized(NamedTuple):
-    """The layers in 4 bits. weights, largest: number of weights of all and of the largest layer."""
+    """The layers in 4 bits. weights: the total number of weights. largest: of the largest layer."""
 
     layers: list[str]
     weights: int
     largest: int
 
     def bytes_saved(self, model: ModelArguments, dtype: torch.dtype) -> int:
-        """Return the bytes that these layers would need more if their weights had type `dtype`."""
+        """Return the bytes that 4 bits save, compared with weights of type `dtype`."""
         scale_bytes = 1 + 4 / GROUP if model.use_bnb_nested_quant else 4
         return round(self.weights * (dtype.itemsize - 1 / 2 - scale_bytes / BLOCK))
 
 
 def base_weights(settings: RunSettings) -> dict[str, Any] | None:
-    """Return {"sha256": digests} or, on the Hub, {"commit": hash} of a LoRA run's base weights.
+    """Return {"sha256": digests} of a LoRA run's base weights, or {"commit": hash} on the Hub.
 
     Returns None without LoRA, or if the directory has no known weight files. Only rank 0 calls
     this. Raises ConfigurationError, OSError.
@@ -87,7 +87,7 @@ def load_strictly(path: str, *, exact: bool, **arguments: Any) -> PreTrainedMode
     """Load a model by from_pretrained and check that its tensors fit. All ranks must call this.
 
     Raises ConfigurationError on all ranks for tensors that are missing or have another shape. With
-    `exact`, tensors that the model does not have are refused as well. transformers would only warn.
+    `exact`, this includes tensors that the model does not have. transformers would only warn.
     """
     if deepspeed.is_deepspeed_zero3_enabled():
         # Under ZeRO-3 transformers only reports missing tensors, and only raises on rank 0.
@@ -99,7 +99,7 @@ def load_strictly(path: str, *, exact: bool, **arguments: Any) -> PreTrainedMode
 
 
 def check_without_loading(path: str, *, exact: bool, **arguments: Any) -> None:
-    """Raise the errors of `load_strictly`. Read the headers of the weight files, no weights."""
+    """Raise the errors of `load_strictly`, but read only the headers of the weight files."""
     # Hide ZeRO-3's settings from from_pretrained, or it would split the model over ranks.
     with mock.patch.object(deepspeed, "_hf_deepspeed_config_weak_ref", None):
         _, info = _load(path, {**arguments, "device_map": "meta"})
@@ -264,8 +264,8 @@ def quantized_layers(model: ModelArguments, config: PreTrainedConfig) -> Quantiz
 def check_quantization(settings: RunSettings, config: PreTrainedConfig, strategy: str) -> None:
     """Raise ConfigurationError if bitsandbytes quantized the published weights.
 
-    With load_in_4bit, also raise it for weights that any method quantized, and for a strategy that
-    does not support 4 bits.
+    With load_in_4bit, also raise this error if another method quantized the weights, or if the
+    strategy does not support 4 bits.
     """
     model = settings.model
     method = dict(getattr(config, "quantization_config", None) or {}).get("quant_method")
@@ -287,8 +287,8 @@ def quantized_loading(
 ) -> dict[str, Any]:
     """Return the arguments of from_pretrained that load layers in 4 bits; {} without `found`.
 
-    found: the layers to quantize. Their products have the type of mixed precision, or `dtype`
-    without mixed precision.
+    found: the layers to quantize. Their matrix products have the type of mixed precision, or
+    `dtype` without mixed precision.
     """
     if found is None:
         return {}
@@ -309,7 +309,7 @@ def quantized_loading(
 
 
 def packed_layers(model: nn.Module) -> dict[str, Any]:
-    """Return {name: layer} of bitsandbytes' 4-bit layers, including layers inside PEFT's."""
+    """Return {name: layer} of bitsandbytes' 4-bit layers, including those that PEFT wraps."""
     modules = model.named_modules()
     return {name: module for name, module in modules if "quant_state" in vars(module)}
 
