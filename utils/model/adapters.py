@@ -120,10 +120,10 @@ def _check_adapter_size(model: PreTrainedModel, config_file: Path) -> None:
         # Build for inference, as from_pretrained does. For training PEFT would load a tokenizer.
         config.inference_mode, config.init_lora_weights = True, False
         built = without_weights(model.config)
-        base = sum(one.nbytes for one in built.parameters())
+        base = sum(weight.nbytes for weight in built.parameters())
         with torch.device("meta"):
             adapted: Any = get_peft_model(built, config)
-        needed = sum(one.nbytes for one in adapted.parameters()) - base
+        needed = sum(weight.nbytes for weight in adapted.parameters()) - base
     check_room(needed, f"{config_file}: this adapter takes")
 
 
@@ -170,11 +170,11 @@ def freeze_asked(built: PreTrainedModel, model: ModelArguments) -> None:
     named = dict(built.named_parameters(remove_duplicate=False))  # a tied weight has several names
     known = [*(name for name, _ in built.named_modules() if name), *named]
     problems: list[str] = []
-    frozen = _matched("freeze", model.freeze, known, problems)
-    trained = _matched("train_only", model.train_only, known, problems) or [""]
-    kept = _weights_in(named, trained) - _weights_in(named, frozen)
+    frozen = _matching("freeze", model.freeze, known, problems)
+    trained = _matching("train_only", model.train_only, known, problems) or [""]
+    to_train = _weights_in(named, trained) - _weights_in(named, frozen)
     for weight in named.values():
-        if weight not in kept:
+        if weight not in to_train:
             weight.requires_grad_(False)
     if not problems and not any(weight.requires_grad for weight in named.values()):
         problems.append("--freeze and --train_only leave no weight to train.")
@@ -192,23 +192,24 @@ def frozen_lines(model: ModelArguments, config: PreTrainedConfig) -> list[str]:
     freeze_asked(built, model)
     named = dict(built.named_parameters(remove_duplicate=False))
     frozen = {weight for weight in before if not weight.requires_grad}
-    inside = {name: set(module.parameters()) for name, module in built.named_modules() if name}
-    whole: list[str] = []  # layers whose weights are all frozen, and frozen weights of other layers
-    for name, weights in (inside | {name: {weight} for name, weight in named.items()}).items():
-        if weights and weights <= frozen and not f"{name}.".startswith(tuple(whole)):
-            whole.append(f"{name}.")
-    alike: dict[str, list[str]] = {}  # in the keys, N replaces the layer numbers
-    for name in whole:
-        alike.setdefault(re.sub(r"\d+", "N", name), []).append(name[:-1])
-    shown = [" to ".join(dict.fromkeys((each[0], each[-1]))) for each in alike.values()]
-    counts = [f" ({len(each)})" if len(each) > 1 else "" for each in alike.values()]
-    names = ", ".join(map("".join, zip(shown, counts, strict=True)))
+    layers = {name: set(module.parameters()) for name, module in built.named_modules() if name}
+    # Layers whose weights are all frozen, and frozen weights of other layers.
+    frozen_names: list[str] = []
+    for name, weights in (layers | {name: {weight} for name, weight in named.items()}).items():
+        if weights and weights <= frozen and not f"{name}.".startswith(tuple(frozen_names)):
+            frozen_names.append(f"{name}.")
+    by_pattern: dict[str, list[str]] = {}  # in the keys, N replaces the layer numbers
+    for name in frozen_names:
+        by_pattern.setdefault(re.sub(r"\d+", "N", name), []).append(name[:-1])
+    ranges = [" to ".join(dict.fromkeys((each[0], each[-1]))) for each in by_pattern.values()]
+    counts = [f" ({len(each)})" if len(each) > 1 else "" for each in by_pattern.values()]
+    names = ", ".join(map("".join, zip(ranges, counts, strict=True)))
     head: Any = built.get_output_embeddings()
     tied = [name for name, each in named.items() if head and each is getattr(head, "weight", None)]
     state = "frozen" if tied and named[tied[0]] in frozen else "trained"
     note = f"; {' and '.join(tied)} are one weight (tied), so both are {state}"
-    total, still = (sum(weight.numel() for weight in each) for each in (before, frozen))
-    return [f"frozen: {still:,} of {total:,} parameters: {names}{note if len(tied) > 1 else ''}"]
+    total, count = (sum(weight.numel() for weight in each) for each in (before, frozen))
+    return [f"frozen: {count:,} of {total:,} parameters: {names}{note if len(tied) > 1 else ''}"]
 
 
 def _weights_in(named: Mapping[str, nn.Parameter], layers: Sequence[str]) -> set[nn.Parameter]:
@@ -235,13 +236,13 @@ def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPla
         model = with_values(model, lora_dropout=0.0)
     names = ", ".join([*_last_names(modules), *(f"experts' {name}" for name in experts)])
     try:
-        model, adapted, missed = _adapt(config, model, modules, parameters)
+        model, adapted, missed = _try_adapters(config, model, modules, parameters)
         if missed:
             # PEFT skips modules that have old names of experts' layers. It adapts the weights of
             # these modules if they are target_parameters.
             modules = [name for name in modules if name not in missed]
             parameters = [*parameters, *(f"{name}.weight" for name in missed)]
-            model, adapted, _ = _adapt(config, model, modules, parameters)
+            model, adapted, _ = _try_adapters(config, model, modules, parameters)
     except MISFITS as error:
         raise ConfigurationError(
             f"LoRA does not fit {config.model_type}: {first_line(error)} Set lora_target_modules "
@@ -257,7 +258,7 @@ def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPla
     return AdapterPlan(model, trains_head, tuple(report))
 
 
-def _adapt(
+def _try_adapters(
     config: PreTrainedConfig, model: ModelArguments, modules: list[str], parameters: list[str]
 ) -> tuple[ModelArguments, Any, list[str]]:
     """Build a model without weights and with LoRA's adapters on `modules` and `parameters`.
@@ -284,19 +285,20 @@ def _targets(built: PreTrainedModel, model: ModelArguments) -> tuple[list[str], 
     """
     head: Any = built.get_output_embeddings()
     known = [name for name, _ in built.named_modules() if name and gets_gradient(name)]
-    asked, named = model.lora_target_modules, model.lora_target_parameters
+    targets, target_weights = model.lora_target_modules, model.lora_target_parameters
     problems: list[str] = []
     modules, parameters = linear_and_experts(built)
-    if asked is None and named is not None:
+    if targets is None and target_weights is not None:
         modules = []
-    elif asked is not None and asked != ALL:
-        former = {FORMERLY.get(name) for name in ([asked] if isinstance(asked, str) else asked)}
-        parameters = [name for name in parameters if name.rpartition(".")[2] in former]
-        modules = _matched("lora_target_modules", asked, known, problems, bool(parameters))
-    if named is not None:
+    elif targets is not None and targets != ALL:
+        names = [targets] if isinstance(targets, str) else targets
+        stacked = {FORMERLY.get(name) for name in names}
+        parameters = [name for name in parameters if name.rpartition(".")[2] in stacked]
+        modules = _matching("lora_target_modules", targets, known, problems, bool(parameters))
+    if target_weights is not None:
         weights = [name for name, _ in built.named_parameters()]
-        parameters = _matched("lora_target_parameters", named, weights, problems)
-    saved = _matched("lora_modules_to_save", model.lora_modules_to_save or [], known, problems)
+        parameters = _matching("lora_target_parameters", target_weights, weights, problems)
+    saved = _matching("lora_modules_to_save", model.lora_modules_to_save or [], known, problems)
     if heads := [name for name in modules if built.get_submodule(name) is head]:
         problems.append(
             f"--lora_target_modules {heads[0]}: SFTTrainer takes no adapters on the last layer: "
@@ -307,7 +309,7 @@ def _targets(built: PreTrainedModel, model: ModelArguments) -> tuple[list[str], 
     return modules, parameters, any(built.get_submodule(name) is head for name in saved)
 
 
-def _matched(
+def _matching(
     setting: str,
     asked: str | Sequence[str],
     known: Sequence[str],
@@ -319,20 +321,20 @@ def _matched(
     A name matches all full names that end with this name. Each name without a match adds a message
     about `setting` to `problems`. had_experts: experts' old names (FORMERLY) need no match.
     """
-    found: set[str] = set()
+    matched: set[str] = set()
     for name in [asked] if isinstance(asked, str) else asked:
-        own = [each for each in known if f".{each}".endswith(f".{name}")]
-        if not own:
+        matches = [each for each in known if f".{each}".endswith(f".{name}")]
+        if not matches:
             with contextlib.suppress(re.error):
-                own = [each for each in known if re.fullmatch(name, each)]
-        if not own and not (had_experts and name in FORMERLY):
+                matches = [each for each in known if re.fullmatch(name, each)]
+        if not matches and not (had_experts and name in FORMERLY):
             names = [each for each in _last_names(known) if not each.isdigit()]
             problems.append(
                 f"--{setting} {name}: nothing in the model has this name, nor does it match as a "
                 f"pattern. The model has {', '.join(names)}."
             )
-        found.update(own)
-    return [name for name in known if name in found]
+        matched.update(matches)
+    return [name for name in known if name in matched]
 
 
 def linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
@@ -350,10 +352,10 @@ def linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
     forwards = (nn.Linear.forward, Conv1D.forward, FalconLinear.forward)
     head, text = built.get_output_embeddings(), text_model_of(built)
     inside = next(name for name, module in built.named_modules() if module is text)
-    modules, experts, apart = [], [], apart_inside(built)
+    modules, experts, excluded = [], [], apart_inside(built)
     for name, module in text.named_modules(prefix=inside):
         linear = type(module).forward in forwards and module is not head
-        if linear and gets_gradient(name) and not any(part in f"{name}." for part in apart):
+        if linear and gets_gradient(name) and not any(part in f"{name}." for part in excluded):
             with contextlib.suppress(ValueError):
                 _check_lora_target_modules_mamba(LoraConfig(), built, name.rpartition(".")[2])
                 modules.append(name)

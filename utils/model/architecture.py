@@ -85,7 +85,7 @@ def causal_lm_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
         )
     found: Any = mapping[type(model_config)]
     model_class: Any = found[0] if isinstance(found, tuple) else found
-    if problem := _not_for_text(model_class, model_config):
+    if problem := _text_only_problem(model_class, model_config):
         raise ConfigurationError(f"{kind}: {model_class.__name__} {problem}")
     return model_class
 
@@ -105,7 +105,7 @@ def text_model_config(model_config: PretrainedConfig) -> PretrainedConfig | None
     return text if type(text) in AutoModelForCausalLM._model_mapping else None
 
 
-def _not_for_text(model_class: Any, model_config: PretrainedConfig) -> str | None:
+def _text_only_problem(model_class: Any, model_config: PretrainedConfig) -> str | None:
     """Return why a model cannot train on text alone, or None. The text is the end of a message."""
     text = model_config.get_text_config(decoder=True)
     if model_config.is_encoder_decoder or getattr(text, "is_encoder_decoder", False):
@@ -122,9 +122,9 @@ def _not_for_text(model_class: Any, model_config: PretrainedConfig) -> str | Non
         )
     needed = [
         name
-        for name, one in arguments.items()
-        if one.default is one.empty
-        and one.kind is one.POSITIONAL_OR_KEYWORD
+        for name, parameter in arguments.items()
+        if parameter.default is parameter.empty
+        and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         and name not in ("self", "input_ids")
     ]
     if needed:
@@ -198,8 +198,8 @@ def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
     parts = (model, text_model_of(model))
     tables = [getattr(part, "_can_record_outputs", None) or {} for part in parts]
     recorded: Any = next(filter(None, (table.get("router_logits") for table in tables)), [])
-    each = recorded if isinstance(recorded, list | tuple) else [recorded]
-    classes: tuple[Any, ...] = tuple(getattr(one, "target_class", one) for one in each)
+    entries = recorded if isinstance(recorded, list | tuple) else [recorded]
+    classes: tuple[Any, ...] = tuple(getattr(entry, "target_class", entry) for entry in entries)
     found = (module for module in model.modules() if isinstance(module, classes))
     # Granite's small models have routers for zero experts, which have no weights.
     return [router for router in found if any(weight.numel() for weight in router.parameters())]
@@ -217,10 +217,10 @@ def add_input_hooks(model: PreTrainedModel) -> None:
     """
     if model.config.model_type == "molmo2":
 
-        def add_types(_: Any, args: Any, given: dict[str, Any]) -> Any:
-            if given.get("mm_token_type_ids") is None and given.get("input_ids") is not None:
-                given["mm_token_type_ids"] = torch.zeros_like(given["input_ids"])
-            return args, given
+        def add_types(_: Any, args: Any, inputs: dict[str, Any]) -> Any:
+            if inputs.get("mm_token_type_ids") is None and inputs.get("input_ids") is not None:
+                inputs["mm_token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+            return args, inputs
 
         body_of(model).register_forward_pre_hook(add_types, with_kwargs=True)
     if getattr(model.config, "chunkwise_kernel", None) == TRITON["chunkwise_kernel"]:
@@ -239,9 +239,9 @@ def accept_xlstm_kernels() -> None:
     `choose_xlstm_kernels` replaces these names later.
     """
     if not is_xlstm_available():
-        strict: Any = configuration_xlstm.xLSTMConfig
+        config_class: Any = configuration_xlstm.xLSTMConfig
         for name in ("chunkwise_kernel", "sequence_kernel", "step_kernel"):
-            strict.__validators__.pop(name, None)
+            config_class.__validators__.pop(name, None)
 
 
 def choose_xlstm_kernels(
@@ -281,8 +281,8 @@ def apart_inside(model: PreTrainedModel) -> tuple[str, ...]:
         if isinstance(module, PreTrainedModel) and type(module.config) in kinds
     ]
     layers = getattr(text_config, "cross_attention_layers", None) or ()
-    inside = [*towers, "embed_tokens_extend", *(f"layers.{layer}" for layer in layers)]
-    return tuple(f".{name}." for name in inside)
+    parts = [*towers, "embed_tokens_extend", *(f"layers.{layer}" for layer in layers)]
+    return tuple(f".{name}." for name in parts)
 
 
 def outside_text(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
@@ -290,15 +290,15 @@ def outside_text(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
     if not set(getattr(model.config, "sub_configs", {})) - {"text_config"}:
         return {}
     used = {
-        id(one)
+        id(weight)
         for part in (text_model_of(model), model.get_output_embeddings())
-        for one in part.parameters()
+        for weight in part.parameters()
     }
-    apart = apart_inside(model)
+    excluded = apart_inside(model)
     return {
         name: value
         for name, value in model.named_parameters()
-        if id(value) not in used or any(part in name for part in apart)
+        if id(value) not in used or any(part in name for part in excluded)
     }
 
 

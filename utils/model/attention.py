@@ -55,15 +55,15 @@ ROWS = ((7, 5, 9, 3), (4, 13, 7))
 # Two sequences of one document each. The first ends in padding.
 WHOLE_ROWS = ((17, 7), (24,))
 FULL_ROW = ((24,),)  # one document without padding, for which transformers may build no mask
-# Settings for the comparison with eager attention (`_difference`). They are smaller than the
-# documents, so that windows hide tokens, and sparse attention (DeepSeek) selects tokens or blocks.
-CUT_SHORT = {
+# Settings for the comparison with eager attention. They are smaller than the documents, so that
+# windows hide tokens, and sparse attention (DeepSeek) selects tokens or blocks.
+SMALL_SETTINGS = {
     "sliding_window": 4, "attention_chunk_size": 4, "compress_rates": 4, "index_topk": 2,
     "index_topk_blocks": 2,
 }  # fmt: skip
-# Under sparse attention `_difference` uses LONGER times as long documents in MORE times as many
-# sequences. With few tokens many scores would be equal.
-LONGER, MORE = 4, 4
+# Factors for the lengths of documents and the number of sequences under sparse attention. With few
+# tokens many scores would be equal.
+LENGTH_FACTOR, ROW_FACTOR = 4, 4
 TOLERANCE = 1e-4
 
 
@@ -155,14 +155,14 @@ def _choose_packed(
     ConfigurationError if the requested kernel cannot run on this host.
     """
     usable, refusals = find_kernels(device_type, dtype, needs, whole_rows)
-    wanted = [kernel for kernel in usable if name in ("auto", NAME, kernel.name)]
-    if not wanted:
+    matching = [kernel for kernel in usable if name in ("auto", NAME, kernel.name)]
+    if not matching:
         why = f" ({'; '.join(refusals)})" if refusals else ""
         raise ConfigurationError(
             f"--attn_implementation {name} cannot run on {device_type} here{why}: it needs an "
             "NVIDIA GPU, its package built for this torch, and --bf16 true."
         )
-    kernel = wanted[0]
+    kernel = matching[0]
     register_packed_varlen(kernel)
     where = device_type.upper()
     if kernel is PER_DOCUMENT and refusals:
@@ -249,14 +249,14 @@ def choose_isolated_attention(
                 return choice
     except ConfigurationError as error:
         refusals.append(error)
-    ways = ["leave --attn_implementation out"] if requested not in (None, "auto") else []
-    ways += [] if whole_rows else [ONE_A_ROW]
-    ways += [KERNELS] if is_recurrent(model_config) else []
+    remedies = ["leave --attn_implementation out"] if requested not in (None, "auto") else []
+    remedies += [] if whole_rows else [ONE_A_ROW]
+    remedies += [KERNELS] if is_recurrent(model_config) else []
     if getattr(model_config, "is_decoder", None) is False:  # an encoder
-        ways.insert(0, "set is_decoder: true in its config")
-    ways += ["take another model"]
+        remedies.insert(0, "set is_decoder: true in its config")
+    remedies += ["take another model"]
     first = refusals[0]  # why the best attention is refused
-    advice = f"To train it, {', or '.join(ways)}."
+    advice = f"To train it, {', or '.join(remedies)}."
     raise type(first)(f"{first.problems[0]} {advice}") from first
 
 
@@ -270,25 +270,25 @@ def check_isolation(
     logits are compared with eager attention on each document alone. Raises ConfigurationError if
     documents see each other or the logits differ, and ProbeError if the model does not run.
     """
-    checked: tuple[Rows, ...] = (ROWS, FULL_ROW)
+    row_sets: tuple[Rows, ...] = (ROWS, FULL_ROW)
     if choice.kernel == ROW_SDPA:
-        checked = (ROWS, WHOLE_ROWS, FULL_ROW)
+        row_sets = (ROWS, WHOLE_ROWS, FULL_ROW)
     elif choice.batches == "plain":
-        checked = (WHOLE_ROWS, FULL_ROW)
-    what = f"model type {config.model_type!r} under --attn_implementation {choice.name}"
+        row_sets = (WHOLE_ROWS, FULL_ROW)
+    subject = f"model type {config.model_type!r} under --attn_implementation {choice.name}"
     fault = ""
     try:
         model = build_probe_model(config, choice.name, device, dtype)
-        for rows in checked:
-            fault = fault or _leak(model, rows, choice.batches)
+        for rows in row_sets:
+            fault = fault or _find_leak(model, rows, choice.batches)
         if not fault and choice.name in RUN_ANYWHERE:
-            fault = _difference(config, choice, checked[0], device)
+            fault = _compare_with_eager(config, choice, row_sets[0], device)
     except MISFITS as error:
         raise ProbeError(
-            f"{what} does not run on the check's batches ({first_line(error)})."
+            f"{subject} does not run on the check's batches ({first_line(error)})."
         ) from (error)
     if fault:
-        raise ConfigurationError(f"{what} {fault}.")
+        raise ConfigurationError(f"{subject} {fault}.")
 
 
 def packed_batch(rows: Rows = ROWS, device: torch.device = CPU) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def packed_batch(rows: Rows = ROWS, device: torch.device = CPU) -> dict[str, Any
     generator = torch.Generator().manual_seed(0)
     row_length = sum(rows[0])
     shape = (len(rows), row_length)
-    # Leave out 0, the padding id with an embedding of zeros, and the last id, which `_leak` needs.
+    # Leave out 0, the padding id with an embedding of zeros, and the last id, for `_find_leak`.
     input_ids = torch.randint(1, VOCABULARY - 1, shape, generator=generator)
     for row, lengths in enumerate(rows):
         if len(lengths) > 1:
@@ -328,7 +328,7 @@ def _logits(model: PreTrainedModel, batch: dict[str, Any], batches: str) -> torc
     return logits.view(*batch["input_ids"].shape, -1) if batches == "flat" else logits
 
 
-def _leak(model: PreTrainedModel, rows: Rows, batches: str) -> str:
+def _find_leak(model: PreTrainedModel, rows: Rows, batches: str) -> str:
     """Change one token of a packed batch at a time; return a text on the first wrong effect, or "".
 
     This changes the first and the last token of each document. Only logits from the changed token
@@ -337,13 +337,13 @@ def _leak(model: PreTrainedModel, rows: Rows, batches: str) -> str:
     batch = packed_batch(rows, model.device)
     reference = _logits(model, batch, batches)
     for row, start, stop in _segments(rows):
-        for place in (start, stop - 1):
+        for position in (start, stop - 1):
             perturbed = batch["input_ids"].clone()
-            perturbed[row, place] = VOCABULARY - 1
+            perturbed[row, position] = VOCABULARY - 1
             logits = _logits(model, {**batch, "input_ids": perturbed}, batches)
             changed = (logits != reference).any(dim=-1)
-            earlier = changed[row, start:place].any()
-            later = place > start or changed[row, start + 1 : stop].any()
+            earlier = changed[row, start:position].any()
+            later = position > start or changed[row, start + 1 : stop].any()
             # In a sequence of one document, padding may see the document.
             changed[row, start : None if rows is WHOLE_ROWS else stop] = False
             if changed.any():
@@ -357,20 +357,20 @@ def _leak(model: PreTrainedModel, rows: Rows, batches: str) -> str:
     return ""
 
 
-def _cut_short(config: PretrainedConfig) -> None:
+def _shrink_settings(config: PretrainedConfig) -> None:
     settings = layer_settings(config)
     config.per_layer_config = None
-    for name, short in CUT_SHORT.items():
+    for name, small in SMALL_SETTINGS.items():
         if value := getattr(config, name, None):
-            setattr(config, name, dict.fromkeys(value, short) if isinstance(value, dict) else short)
+            setattr(config, name, dict.fromkeys(value, small) if isinstance(value, dict) else small)
         for own in settings.values():
             if own.get(name):
-                own[name] = short
+                own[name] = small
     if settings:
         config.per_layer_config = settings
 
 
-def _difference(
+def _compare_with_eager(
     config: PretrainedConfig, choice: AttentionChoice, rows: Rows, device: torch.device
 ) -> str:
     """Compare float32 logits of packed rows with eager attention; return an error text or "".
@@ -379,9 +379,9 @@ def _difference(
     """
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
-    _cut_short(text)
+    _shrink_settings(text)
     if getattr(text, "index_topk", None):
-        rows = MORE * tuple(tuple(LONGER * length for length in row) for row in rows)
+        rows = ROW_FACTOR * tuple(tuple(LENGTH_FACTOR * length for length in row) for row in rows)
     batch = packed_batch(rows, device)
     model = build_probe_model(config, choice.name, device)
     eager = build_probe_model(config, "eager", device)

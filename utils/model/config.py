@@ -150,7 +150,7 @@ def read_config_file(path: Path, overrides: Mapping[str, Any] | None = None) -> 
     try:
         text = path.read_text(encoding="utf-8")
         try:  # JSON as transformers reads it: tabs and Infinity are allowed
-            values = json.loads(text, object_pairs_hook=_once)
+            values = json.loads(text, object_pairs_hook=_dict_of_unique_keys)
         except json.JSONDecodeError:
             values = {name: value for name, (value, _) in load_mapping(text).items()}
     except OSError as error:
@@ -162,19 +162,19 @@ def read_config_file(path: Path, overrides: Mapping[str, Any] | None = None) -> 
             f"{where} needs a model_type (for example `model_type: llama`) and that "
             "architecture's settings, as in a transformers config.json."
         )
-    return PreTrainedConfig._decode_special_floats(_overridden(values, overrides or {}))
+    return PreTrainedConfig._decode_special_floats(_deep_merge(values, overrides or {}))
 
 
-def _overridden(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _deep_merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     inner = {
-        name: _overridden(values[name], value)
+        name: _deep_merge(values[name], value)
         for name, value in overrides.items()
         if isinstance(value, Mapping) and isinstance(values.get(name), Mapping)
     }
     return {**values, **overrides, **inner}
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _dict_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise YamlError(f": {repeated} is given twice")
@@ -200,8 +200,8 @@ def config_from_file(
         )
     if left_out := [name for name in LEFT_OUT if values.get(name)]:
         logger.info("%s: %s is left out", path, ", ".join(left_out))
-    unread = ("model_type", *LEFT_OUT)
-    settings = {name: value for name, value in values.items() if name not in unread}
+    ignored = ("model_type", *LEFT_OUT)
+    settings = {name: value for name, value in values.items() if name not in ignored}
     special = ("bos_token_id", "eos_token_id", "pad_token_id")
     defaults = {name: getattr(tokenizer, name) for name in special}
     defaults["vocab_size"] = vocabulary_size(tokenizer)
@@ -210,14 +210,14 @@ def config_from_file(
     else:
         settings = {**defaults, **settings}
     config = AutoConfig.for_model(model_type, **settings)
-    if misplaced := _misplaced(overrides or {}, config):
+    if misplaced := _misplaced_key(overrides or {}, config):
         raise ConfigurationError(
             f"--model_config.{misplaced}: {model_type} has it in text_config: give "
             f"--model_config.text_config.{misplaced}."
         )
-    unused = _unused(values, config)
+    unused = _unused_keys(values, config)
     by_library = any(name in values for name in WRITTEN_BY_LIBRARIES)
-    if wrong := _unused(overrides or {}, config) if by_library else unused:
+    if wrong := _unused_keys(overrides or {}, config) if by_library else unused:
         raise ConfigurationError(
             f"--model_config {path}: {model_type} has no setting {', '.join(wrong)}: take it out, "
             "or correct its name."
@@ -227,7 +227,7 @@ def config_from_file(
     return config
 
 
-def _misplaced(overrides: Mapping[str, Any], config: PreTrainedConfig) -> str:
+def _misplaced_key(overrides: Mapping[str, Any], config: PreTrainedConfig) -> str:
     """Return the first key of `overrides` that belongs under text_config, or ""."""
     text = config.get_text_config(decoder=True)
     own = {field.name for field in dataclasses.fields(config)}
@@ -235,7 +235,7 @@ def _misplaced(overrides: Mapping[str, Any], config: PreTrainedConfig) -> str:
     return "" if text is config else next(inner, "")
 
 
-def _unused(values: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
+def _unused_keys(values: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
     """Return the keys of a configuration file that have no effect on the model.
 
     A key has an effect if the configuration's class declares the key, or if the architecture's code
@@ -250,14 +250,14 @@ def _unused(values: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
     if unused:
         own = type(config).__module__
         model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-        names = {own, model.__module__ if model else own.replace("configuration_", "modeling_")}
-        code = "\n".join(inspect.getsource(importlib.import_module(name)) for name in names)
-        read = r"""\.{0}\b|["']{0}["']"""
-        unused = [name for name in unused if not re.search(read.format(re.escape(name)), code)]
+        modules = {own, model.__module__ if model else own.replace("configuration_", "modeling_")}
+        code = "\n".join(inspect.getsource(importlib.import_module(name)) for name in modules)
+        pattern = r"""\.{0}\b|["']{0}["']"""
+        unused = [name for name in unused if not re.search(pattern.format(re.escape(name)), code)]
     text = config.get_text_config(decoder=True)
     for name in config.sub_configs:
         if isinstance(values.get(name), Mapping) and getattr(config, name) is text:
-            unused += [f"{name}.{key}" for key in _unused(values[name], text)]
+            unused += [f"{name}.{key}" for key in _unused_keys(values[name], text)]
     return unused
 
 
@@ -268,28 +268,28 @@ def compare_with_model(
 
     Raises ConfigurationError if an id means different tokens in the two tokenizers.
     """
-    own = _own_tokenizer(settings)
+    own = _initial_tokenizer(settings)
     if own is None or own.name_or_path == directory:
         return
     model = own.name_or_path
-    if unlike := foreign_token(tokenizer, own):
+    if clash := foreign_token(tokenizer, own):
         raise ConfigurationError(
-            f"the tokenizer in {directory} has another vocabulary than {model}: {unlike}. Prepare "
+            f"the tokenizer in {directory} has another vocabulary than {model}: {clash}. Prepare "
             f"the data with the model's (prepare_data.py --tokenizer_name_or_path {model}) and "
             "train without --tokenizer_name_or_path, or train a model that has this vocabulary."
         )
     is_same = tokenizer_sha256(tokenizer) == tokenizer_sha256(own)
-    other = [] if is_same else differences(tokenizer, own)
+    changes = [] if is_same else differences(tokenizer, own)
     if not render_alike(tokenizer, own):
-        other.append("another chat template")
-    if other:
-        named = "; ".join(other)
-        logger.info("tokenizer: %s, not that of %s: %s; final/ gets it", directory, model, named)
+        changes.append("another chat template")
+    if changes:
+        listed = "; ".join(changes)
+        logger.info("tokenizer: %s, not that of %s: %s; final/ gets it", directory, model, listed)
 
 
 def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that the model's tokenizer lacks, or [] if the model has no tokenizer."""
-    own = _own_tokenizer(settings)
+    own = _initial_tokenizer(settings)
     if own is None:
         return []
     return sorted(set(tokenizer.get_vocab().values()) - set(own.get_vocab().values()))
@@ -330,7 +330,7 @@ def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
     if rows != before:
         with torch.random.fork_rng(devices=[]):  # transformers draws random rows, replaced below
             model.resize_token_embeddings(rows, mean_resizing=False)
-    fresh = sorted({*new, *range(before, rows)})
+    new_rows = sorted({*new, *range(before, rows)})
     layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     values = {id(value): value for layer in layers for value in layer.parameters(recurse=False)}
     for value in values.values():  # a tied weight only once
@@ -343,18 +343,18 @@ def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
             gathered = zero.GatheredParameters([value], modifier_rank=0)
         with gathered:
             known = torch.ones(value.shape[0], dtype=torch.bool, device=value.device)
-            known[fresh] = False
-            value[fresh] = value[known].float().mean(dim=0).to(value.dtype)
+            known[new_rows] = False
+            value[new_rows] = value[known].float().mean(dim=0).to(value.dtype)
 
 
-def _own_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase | None:
+def _initial_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer that belongs to the initial weights, or None if it is missing."""
     model = settings.model.model_name_or_path or stage_tokenizer(settings)
-    return None if model is None else _load_own(model)
+    return None if model is None else _try_load_tokenizer(model)
 
 
 @functools.lru_cache(maxsize=1)
-def _load_own(model: str) -> PreTrainedTokenizerBase | None:
+def _try_load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
     """Return a model's tokenizer, or None if it is missing or fails to load. Log a failure."""
     if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):
         return None

@@ -30,7 +30,7 @@ def generation_settings(settings: RunSettings, config: PreTrainedConfig) -> Gene
     Raises ConfigurationError if the published settings cannot be read or are invalid.
     """
     source = str(stage_of(settings) or settings.model.model_name_or_path or "")
-    if file := _published(source, GENERATION_CONFIG_NAME, settings):
+    if file := _find_file(source, GENERATION_CONFIG_NAME, settings):
         with foreign(file, "it cannot be used", "Mend it or delete it."):
             found = GenerationConfig.from_pretrained(
                 source, revision=settings.model.model_revision or "main"
@@ -61,25 +61,25 @@ def finished_generation(
     """
     if not model.can_generate():
         return None
-    made = copy.deepcopy(model.generation_config)
-    known = made.eos_token_id if isinstance(made.eos_token_id, list) else [made.eos_token_id]
+    result = copy.deepcopy(model.generation_config)
+    known = result.eos_token_id if isinstance(result.eos_token_id, list) else [result.eos_token_id]
     turns = [each.description.preparation.get("end_of_turn_token_id") for each in data.datasets]
     ends = dict.fromkeys([*known, tokenizer.eos_token_id, *turns])
     if stops := [end for end in ends if end is not None]:
-        made.eos_token_id = stops if len(stops) > 1 else stops[0]
+        result.eos_token_id = stops if len(stops) > 1 else stops[0]
     if padded:
-        spare = range(vocabulary_size(tokenizer), model.config.get_text_config().vocab_size)
-        made.suppress_tokens = sorted({*(made.suppress_tokens or ()), *spare}) or None
+        unused = range(vocabulary_size(tokenizer), model.config.get_text_config().vocab_size)
+        result.suppress_tokens = sorted({*(result.suppress_tokens or ()), *unused}) or None
     # transformers refuses to save inconsistent settings (a temperature without do_sample) unless
     # their hash shows that they were loaded like this.
-    made._original_object_hash = hash(made)
-    return made
+    result._original_object_hash = hash(result)
+    return result
 
 
 def read_processor_files(settings: RunSettings) -> dict[str, bytes]:
     """Return {file name: content} of the base model's processor files. All ranks must call this."""
     source = str(stage_of(settings) or settings.model.model_name_or_path or "")
-    paths = {name: _published(source, name, settings) for name in PROCESSOR_FILES}
+    paths = {name: _find_file(source, name, settings) for name in PROCESSOR_FILES}
     return {name: path.read_bytes() for name, path in paths.items() if path is not None}
 
 
@@ -90,7 +90,7 @@ def write_processor_files(files: Mapping[str, bytes], tokenizer: Any, directory:
             (directory / name).write_bytes(content)
 
 
-def _published(source: str, name: str, settings: RunSettings) -> Path | None:
+def _find_file(source: str, name: str, settings: RunSettings) -> Path | None:
     """Return the path of the file `name` of a model, or None if there is no such file.
 
     source: the model's folder or its name on the Hub

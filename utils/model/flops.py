@@ -63,20 +63,20 @@ def token_products(model: Any) -> TokenProducts:
     experts = max(map(expert_count, base.modules()))
     routed = first_set(config, EXPERTS_PER_TOKEN) or 1
     forward = trained = 0.0
-    apart = apart_inside(base)
+    excluded = apart_inside(base)
     for part in (text_model_of(base), base.get_output_embeddings()):
         for name, module in part.named_modules():
-            if name.split(".")[-1] == "original_module" or any(p in f".{name}." for p in apart):
+            if name.split(".")[-1] == "original_module" or any(p in f".{name}." for p in excluded):
                 continue  # PEFT trains a copy, which is counted
             among_experts = expert_count(module) or ".experts." in f".{name}."
-            for weight, size in _weights(module):
+            for weight, size in _matrices(module):
                 used = size * (routed / experts if experts and among_experts else 1)
                 forward += used
                 trained += used * weight.requires_grad
-    return TokenProducts(forward, trained, _attention(config))
+    return TokenProducts(forward, trained, _attention_sizes(config))
 
 
-def _weights(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
+def _matrices(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
     """Return pairs (matrix, number of weights) of a layer, as if not sharded and not in 4 bits."""
     if isinstance(module, nn.Linear):
         return [(module.weight, module.in_features * module.out_features)]
@@ -89,11 +89,11 @@ def _weights(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
     return [(weight, math.prod(shape)) for weight, shape in shapes if len(shape) == 3]
 
 
-def _attention(config: PreTrainedConfig) -> tuple[tuple[float, int | None], ...]:
+def _attention_sizes(config: PreTrainedConfig) -> tuple[tuple[float, int | None], ...]:
     """Return (heads x head_dim, window or None) of each attention layer that is not linear."""
-    named = first_set(config, LAYER_TYPES)
-    kinds = [str(kind) for kind in named] if named else [None] * config.num_hidden_layers
-    found = []
+    types = first_set(config, LAYER_TYPES)
+    kinds = [str(kind) for kind in types] if types else [None] * config.num_hidden_layers
+    sizes = []
     for layer, kind in zip(config.per_layer_config, kinds, strict=False):
         if kind is not None and ("attention" not in kind or "linear" in kind):
             continue
@@ -107,8 +107,8 @@ def _attention(config: PreTrainedConfig) -> tuple[tuple[float, int | None], ...]
         window = None
         if kind is None or "sliding" in kind:
             window = getattr(layer, "sliding_window", None) or None
-        found.append((heads * (keys + values) / 2, window))
-    return tuple(found)
+        sizes.append((heads * (keys + values) / 2, window))
+    return tuple(sizes)
 
 
 def effective_length(plans: Sequence[PackPlan], shares: np.ndarray) -> float:

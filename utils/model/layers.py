@@ -97,9 +97,9 @@ def kept(
     if not known or schema.is_mutable:
         return CheckpointPolicy.PREFER_RECOMPUTE
     names = [argument.name for argument in schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    drops = any(given.get(name) for name in _DROPOUT_ARGUMENTS)
-    return CheckpointPolicy.PREFER_RECOMPUTE if drops else CheckpointPolicy.MUST_SAVE
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    has_dropout = any(arguments.get(name) for name in _DROPOUT_ARGUMENTS)
+    return CheckpointPolicy.PREFER_RECOMPUTE if has_dropout else CheckpointPolicy.MUST_SAVE
 
 
 # Set this variable before importing torch, because the import sets it to a directory in /tmp.
@@ -170,8 +170,9 @@ def choose_compilation(
         if starts:
             compiled, why = bool(starts[-1].get("compiled")), "as in the last start of this run"
         elif launch.device == "cuda" or (elsewhere and settings.run.assume):
-            hindrance = next(filter(None, gathered(_hindrance(config, launch, elsewhere))), None)
-            compiled, why = not hindrance, f"as {hindrance}" if hindrance else "auto"
+            problems = gathered(_compile_problem(config, launch, elsewhere))
+            problem = next(filter(None, problems), None)
+            compiled, why = not problem, f"as {problem}" if problem else "auto"
     if compiled:
         check_compilation(launch.strategy, compiles_here=not elsewhere)
         return True, f"{why}, layer by layer, static shapes, kept in {compile_cache()}"
@@ -205,7 +206,7 @@ def pads_to_longest(
     return not why
 
 
-def _hindrance(config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool) -> str | None:
+def _compile_problem(config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool) -> str | None:
     """Return a reason not to compile layers by default, or None if there is no such reason.
 
     elsewhere: whether another machine trains and compiles
@@ -276,7 +277,7 @@ def plan_float8(
     own = weights_dtype(settings.model, config)
     if COMPUTED.get(settings.training.mixed_precision, own) != torch.bfloat16:
         raise ConfigurationError(f"{shown} needs --bf16 true, as the other layers compute in bf16")
-    emulated = _emulates(settings, launch, elsewhere)
+    emulated = _emulates_fp8(settings, launch, elsewhere)
     length, rows = settings.data.sequence_length, settings.training.per_device_train_batch_size
     multiple = MULTIPLE * settings.run.context_parallel
     if length * rows % multiple:
@@ -300,7 +301,7 @@ def plan_float8(
     return Float8Plan(recipe, layers, emulated)
 
 
-def _emulates(settings: RunSettings, launch: LaunchFacts, elsewhere: bool) -> bool:
+def _emulates_fp8(settings: RunSettings, launch: LaunchFacts, elsewhere: bool) -> bool:
     """Return whether training runs on this CPU, which emulates fp8. All ranks must call this.
 
     Raises ConfigurationError if a GPU of the run has no fp8 products.
@@ -330,21 +331,21 @@ def float8_layers(config: PreTrainedConfig) -> tuple[tuple[str, ...], list[str]]
         layer: Any = built.get_submodule(name)
         decoder_layer = next(filter(str.isdigit, name.split(".")), "0")
         if id(layer) in routing:
-            what = "of routers"
+            group = "of routers"
         elif type(layer) is not nn.Linear:
-            what = "of another class than nn.Linear"
+            group = "of another class than nn.Linear"
         elif layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
-            what = f"with sizes that {MULTIPLE} does not divide"
+            group = f"with sizes that {MULTIPLE} does not divide"
         else:
-            what = "of the first decoder layer" if decoder_layer == "0" else "chosen"
-        groups.setdefault(what, []).append(name)
+            group = "of the first decoder layer" if decoder_layer == "0" else "chosen"
+        groups.setdefault(group, []).append(name)
     chosen = tuple(groups.pop("chosen", ()))
-    left_out = [f"{len(names)} {what} ({_kinds(names)})" for what, names in groups.items()]
+    left_out = [f"{len(names)} {group} ({_short_list(names)})" for group, names in groups.items()]
     if experts:
-        left_out.append(f"the experts' grouped matrices ({_kinds(experts)})")
+        left_out.append(f"the experts' grouped matrices ({_short_list(experts)})")
     return chosen, ["the last layer", *left_out]
 
 
-def _kinds(names: Sequence[str]) -> str:
-    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
-    return ", ".join(kinds[:SHOWN]) + (", ..." if len(kinds) > SHOWN else "")
+def _short_list(names: Sequence[str]) -> str:
+    last_names = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    return ", ".join(last_names[:SHOWN]) + (", ..." if len(last_names) > SHOWN else "")

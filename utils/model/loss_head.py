@@ -50,12 +50,12 @@ from utils.model.probe import (
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 SWITCH = "output_router_logits"  # transformers' name of a setting and of an argument of forward
-# Settings by which architectures multiply or divide their logits. `_problem` detects any others.
+# Settings by which architectures scale their logits. `_fusion_problem` detects any others.
 FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 DIVISOR = "logits_scaling"
 SOFT_CAPS = ("final_logit_softcapping", "output_logit_soft_cap")
-# The input with which `_problem` compares fused and plain loss: its shape (batch, tokens), and the
-# standard deviation of its logits. The deviation is so large that soft caps and factors matter.
+# The input with which `_fusion_problem` compares fused and plain loss: shape (batch, tokens) and
+# standard deviation of its logits, which is large enough that soft caps and factors matter.
 SHAPE = (3, 17)
 SPREAD = 10.0
 TOLERANCE = 1e-5
@@ -129,25 +129,26 @@ class LossHeadChoice:
                 return original(*args, labels=labels, **items, **kwargs)
             following = next_labels(labels) if shift_labels is None else shift_labels
             run = body_of(self) if fused or count_only else original
-            outputs, made = run(*args, **kwargs), LossOutput()
+            outputs, result = run(*args, **kwargs), LossOutput()
             if term is not None and sequence_tokens is not None:
-                made = count_routed(outputs.router_logits, sequence_tokens, term)
+                result = count_routed(outputs.router_logits, sequence_tokens, term)
             if count_only:
-                return made
+                return result
             if not fused:
                 logits, size = outputs.logits, outputs.logits.shape[-1]
                 items["shift_labels"] = following.contiguous()
-                made.loss = self.loss_function(logits, labels, size, **items)
-                made.hits = None if self.training else logits.argmax(-1) == following
-                return made
+                result.loss = self.loss_function(logits, labels, size, **items)
+                result.hits = None if self.training else logits.argmax(-1) == following
+                return result
             if loss_positions is None:
                 loss_positions = find_loss_positions(following)
             hidden = outputs.last_hidden_state.flatten(0, 1).index_select(0, loss_positions)
             targets = following.flatten().index_select(0, loss_positions)
-            total, losses, made.hits = self.get_output_embeddings()(hidden, targets=targets)
-            made.loss = total / (len(losses) if num_items_in_batch is None else num_items_in_batch)
-            made.by_source = _sums_by_source(losses, loss_positions, sources, labels.shape[1])
-            return made
+            total, losses, result.hits = self.get_output_embeddings()(hidden, targets=targets)
+            count = len(losses) if num_items_in_batch is None else num_items_in_batch
+            result.loss = total / count
+            result.by_source = _sums_by_source(losses, loss_positions, sources, labels.shape[1])
+            return result
 
         model.forward = types.MethodType(forward, model)
 
@@ -210,18 +211,17 @@ def choose_loss_head(
 ) -> LossHeadChoice:
     """Choose how to compute the loss. `requested` is "auto", "fused" or "logits".
 
-    "auto" tests a small random model on `device`. If "fused" and "logits" give equal losses and
-    gradients up to rounding, "auto" chooses "fused". device: the training device, or None on a host
-    without the training device. The small model then runs on the CPU if possible. adapted: whether
-    LoRA trains the LM head or rows of new tokens. Raises ConfigurationError if "fused" is requested
-    and not possible.
+    "auto" tests a small random model on `device`. It chooses "fused" if both ways give equal losses
+    and gradients up to rounding. device: the training device. None means that this host lacks the
+    device, and the test runs on the CPU if possible. adapted: whether LoRA trains the LM head or
+    rows of new tokens. Raises ConfigurationError if "fused" is requested but not possible.
     """
     problem, proved = None, ""
     if adapted and requested != "logits":
         problem = "LoRA trains the last layer or rows of new tokens"
     elif requested != "logits":
         try:
-            problem = _problem(model_config, device or CPU)
+            problem = _fusion_problem(model_config, device or CPU)
         except ProbeError as error:
             problem = None if device is None else error.problems[0]
             proved = "; tested where the run trains"
@@ -234,7 +234,7 @@ def choose_loss_head(
     return LossHeadChoice("logits", f"{requested}: logits of all tokens in memory, {why}", router)
 
 
-def _problem(model_config: PretrainedConfig, device: torch.device) -> str | None:
+def _fusion_problem(model_config: PretrainedConfig, device: torch.device) -> str | None:
     """Return why the loss cannot be "fused", or None. Raises ProbeError if the test cannot run."""
     config = probe_config(model_config, device)
     if hasattr(config.get_text_config(), SWITCH):
@@ -246,7 +246,7 @@ def _problem(model_config: PretrainedConfig, device: torch.device) -> str | None
     with fork_random(device), torch.enable_grad():
         torch.default_generator.manual_seed(0)
         try:
-            worst = _difference(model)
+            worst = _largest_error(model)
         except MISFITS as error:
             return f"{name} does not run without its last layer ({type(error).__name__}: {error})"
     if worst < tolerance(device, TOLERANCE):
@@ -254,7 +254,7 @@ def _problem(model_config: PretrainedConfig, device: torch.device) -> str | None
     return f"{name}'s loss is not the cross-entropy of its last layer alone ({worst:.1e} off)"
 
 
-def _difference(model: PreTrainedModel) -> float:
+def _largest_error(model: PreTrainedModel) -> float:
     tokens = torch.randint(1, VOCABULARY, SHAPE).to(model.device)
     head: Any = model.get_output_embeddings()
     with torch.no_grad():
@@ -263,9 +263,9 @@ def _difference(model: PreTrainedModel) -> float:
     LossHeadChoice("fused", "").install(model)
     actual = _loss_and_gradients(model, tokens)
     # The error of a tiny gradient may be all rounding: divide it by RELEVANT x the largest.
-    least = RELEVANT * max(value.abs().max() for value in expected.values())
+    floor = RELEVANT * max(value.abs().max() for value in expected.values())
     errors = [
-        (actual[name] - value).abs().max() / value.abs().max().clamp(min=least)
+        (actual[name] - value).abs().max() / value.abs().max().clamp(min=floor)
         for name, value in expected.items()
     ]
     return torch.stack(errors).max().item()  # NaN if one of them is NaN
@@ -332,18 +332,18 @@ def count_routed(
     """
     experts = router_logits[0].shape[-1]
     length = router_logits[0].numel() // experts // len(sequence_tokens)
-    places = torch.arange(length, device=sequence_tokens.device)
-    real = (places < sequence_tokens[:, None]).flatten().float()
-    assignments = torch.zeros(experts, dtype=torch.float32, device=real.device)
+    positions = torch.arange(length, device=sequence_tokens.device)
+    is_token = (positions < sequence_tokens[:, None]).flatten().float()
+    assignments = torch.zeros(experts, dtype=torch.float32, device=is_token.device)
     probabilities = torch.zeros_like(assignments)
     for logits in router_logits:
         shares = torch.softmax(logits.reshape(-1, experts), dim=-1, dtype=torch.float32)
         chosen = shares.detach().topk(term.experts_per_token, dim=-1).indices.flatten()
         assignments = assignments + torch.zeros_like(assignments).scatter_add_(
-            0, chosen, real.repeat_interleave(term.experts_per_token)
+            0, chosen, is_token.repeat_interleave(term.experts_per_token)
         )
-        probabilities = probabilities + (shares * real[:, None]).sum(dim=0)
-    layers = torch.full((), len(router_logits), device=real.device)
+        probabilities = probabilities + (shares * is_token[:, None]).sum(dim=0)
+    layers = torch.full((), len(router_logits), device=is_token.device)
     return LossOutput(assignments=assignments, probabilities=probabilities, layers=layers)
 
 
@@ -351,10 +351,10 @@ def check_own_loss(entry: str) -> None:
     """Raise ConfigurationError unless the function of --loss returns a sum with a gradient."""
     function, generator = load_own(entry), torch.Generator().manual_seed(0)
     logits = torch.randn(7, 11, generator=generator).requires_grad_()
-    targets, places = torch.arange(7), torch.arange(1, 8)
+    targets, positions = torch.arange(7), torch.arange(1, 8)
     parts = (slice(0, 7), slice(0, 3), slice(3, 7))
     try:
-        whole, *halves = (function(logits[part], targets[part], places[part]) for part in parts)
+        whole, *halves = (function(logits[part], targets[part], positions[part]) for part in parts)
         (gradient,) = torch.autograd.grad(whole, logits)
     except Exception as error:  # the user's function may raise anything
         raise ConfigurationError(f"--loss {entry}: {type(error).__name__}: {error}") from error
@@ -382,19 +382,19 @@ def install_own_loss(model: PreTrainedModel, entry: str) -> None:
         logits = original(*args, **kwargs).logits
         following = next_labels(labels) if shift_labels is None else shift_labels
         chosen = find_loss_positions(following) if loss_positions is None else loss_positions
-        of_tokens = logits.flatten(0, 1).index_select(0, chosen).float()
+        selected = logits.flatten(0, 1).index_select(0, chosen).float()
         targets = following.flatten().index_select(0, chosen)
         if not self.training:
-            total = functional.cross_entropy(of_tokens, targets, reduction="sum")
-            return LossOutput(loss=total / num_items_in_batch, hits=of_tokens.argmax(-1) == targets)
+            total = functional.cross_entropy(selected, targets, reduction="sum")
+            return LossOutput(loss=total / num_items_in_batch, hits=selected.argmax(-1) == targets)
         if not len(chosen):  # a micro-batch of padding
-            return LossOutput(loss=of_tokens.sum())
+            return LossOutput(loss=selected.sum())
         positions = kwargs.get("position_ids")
         if positions is None:  # each sequence is one document
             positions = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
         # A target follows its prediction in the same document.
         places = positions.flatten().index_select(0, chosen) + 1
-        return LossOutput(loss=function(of_tokens, targets, places) / num_items_in_batch)
+        return LossOutput(loss=function(selected, targets, places) / num_items_in_batch)
 
     model.forward = types.MethodType(forward, model)
     vars(model)["accepts_loss_kwargs"] = True  # False in the classes of Qwen3.5 and Gemma 4

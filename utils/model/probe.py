@@ -87,8 +87,8 @@ def probe_config(model_config: PretrainedConfig, device: torch.device = CPU) -> 
     misfit: Exception | None = None
     for cut_heads in (True, False):
         try:
-            config = _cut(model_config, cut_heads)
-            _run(build_probe_model(config, "eager", device), device)
+            config = _cut_config(model_config, cut_heads)
+            _run_once(build_probe_model(config, "eager", device), device)
             return config
         except ConfigurationError:  # even the small model is too large
             raise
@@ -161,21 +161,21 @@ def observe_attention(config: PretrainedConfig, device: torch.device = CPU) -> A
     AttentionInterface.register(OBSERVER, attention)
     try:
         with fork_random(device):
-            _run(build_probe_model(config, OBSERVER, device).train(), device)
+            _run_once(build_probe_model(config, OBSERVER, device).train(), device)
     except MISFITS as error:
         # Indexers of sparse attention read the mask, which packed attention does not have.
         return f"{type(whole).__name__} needs masks ({type(error).__name__}: {first_line(error)})"
     if not calls:
         return unused
-    return AttentionNeeds(*(max(asked) for asked in zip(*calls, strict=True)))
+    return AttentionNeeds(*(max(values) for values in zip(*calls, strict=True)))
 
 
 @torch.no_grad()
-def _run(model: torch.nn.Module, device: torch.device) -> None:
+def _run_once(model: torch.nn.Module, device: torch.device) -> None:
     model(input_ids=torch.arange(1, 5, device=device).view(1, -1), use_cache=False)
 
 
-def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
+def _cut_config(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
     """Return the configuration with a small text model. cut_heads: reduce the heads as well."""
     whole = copy.deepcopy(model_config)
     config = whole.get_text_config(decoder=True)
@@ -187,8 +187,8 @@ def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
     settings = layer_settings(config)
     config.per_layer_config = None
     kept = _cut_layers(config)
-    for name, most in AT_MOST.items():
-        _at_most(config, name, most)
+    for name, limit in AT_MOST.items():
+        _limit_size(config, name, limit)
     # Keep as many experts as a token uses. With more, a changed token would change how many tokens
     # an expert gets, and thus the rounding of other documents' logits.
     per_token = first_set(config, EXPERTS_PER_TOKEN)
@@ -197,16 +197,16 @@ def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
             setattr(config, name, per_token)
     if cut_heads:
         _cut_heads(config)
-        _cut_states(config)
+        _cut_recurrent_sizes(config)
     if settings:
         config.per_layer_config = {
-            layer: _cut_settings(settings.get(place, {}), per_token)
-            for layer, place in enumerate(kept)
+            layer: _cut_layer_settings(settings.get(old_layer, {}), per_token)
+            for layer, old_layer in enumerate(kept)
         }
     return whole
 
 
-def _cut_settings(settings: dict[str, Any], experts: int | None) -> dict[str, Any]:
+def _cut_layer_settings(settings: dict[str, Any], experts: int | None) -> dict[str, Any]:
     """Return a layer's settings (see `layer_settings`) for the small model.
 
     Numbers of heads are left out. experts: the new number of experts, or None to keep the old one.
@@ -262,7 +262,7 @@ def _cut_heads(config: PretrainedConfig) -> None:
     config.hidden_size = config.num_attention_heads * head_dim
 
 
-def _cut_states(config: PretrainedConfig) -> None:
+def _cut_recurrent_sizes(config: PretrainedConfig) -> None:
     """Fit the sizes of recurrent layers to the hidden size.
 
     A model without attention first gets a smaller hidden size.
@@ -271,22 +271,22 @@ def _cut_states(config: PretrainedConfig) -> None:
     if not attends:
         config.hidden_size = min(config.hidden_size, 2 * WIDTH)
     for name in SAME_WIDTH:
-        _at_most(config, name, config.hidden_size)
+        _limit_size(config, name, config.hidden_size)
     inner = int((first_set(config, EXPANSIONS) or 1) * config.hidden_size)
     for heads, dim in STATE_HEADS[: -1 if attends else None]:
         if hasattr(config, heads) and hasattr(config, dim):
             head_dim = min(getattr(config, dim) or inner, inner)
             setattr(config, heads, max(1, inner // head_dim))
             setattr(config, dim, inner // getattr(config, heads))
-            _at_most(config, "mamba_d_ssm", inner)
+            _limit_size(config, "mamba_d_ssm", inner)
     if key_heads := getattr(config, "linear_num_key_heads", None):
         config.linear_num_value_heads = config.linear_num_value_heads // key_heads
         config.linear_num_key_heads = 1
 
 
-def _at_most(config: PretrainedConfig, name: str, most: int) -> None:
+def _limit_size(config: PretrainedConfig, name: str, limit: int) -> None:
     size = getattr(config, name, None)
     if isinstance(size, int):
-        setattr(config, name, min(size, most))
+        setattr(config, name, min(size, limit))
     elif isinstance(size, list):
-        setattr(config, name, [min(each, most) for each in size])
+        setattr(config, name, [min(each, limit) for each in size])

@@ -35,7 +35,7 @@ def find_stage(init_from: str) -> Path:
     if (directory / CONFIG).is_file():  # a run's directory
         final = directory / FINAL
         directory = final if final.is_dir() else own_checkpoint(directory) or final
-    if problem := _unfit(directory):
+    if problem := _weights_problem(directory):
         raise ConfigurationError(f"--init_from {init_from}: {problem}")
     return directory
 
@@ -52,11 +52,11 @@ def stage_of(settings: RunSettings) -> Path | None:
         return None
 
     def find() -> Path:
-        output_dir, own = Path(str(settings.training.output_dir)), None
+        output_dir, checkpoint = Path(str(settings.training.output_dir)), None
         run_id = RunRecord(output_dir).run_id
         if run_id is not None and not settings.model.use_peft:
-            own = resume_point(output_dir, run_id, dry_run=True)
-        return own or weights_directory(settings)
+            checkpoint = resume_point(output_dir, run_id, dry_run=True)
+        return checkpoint or weights_directory(settings)
 
     return on_rank_0(find)
 
@@ -72,11 +72,11 @@ def weights_directory(settings: RunSettings) -> Path:
         return Path(str(settings.model.model_name_or_path))
     starts = RunRecord(Path(str(settings.training.output_dir))).starts
     origins = [start["weights_from"] for start in starts if start.get("weights_from")]
-    given, now = Path(origins[-1]["init_from"] if origins else ""), Path(init_from)
-    if not origins or (given != now.absolute() and given.resolve() != now.resolve()):
+    earlier, current = Path(origins[-1]["init_from"] if origins else ""), Path(init_from)
+    if not origins or (earlier != current.absolute() and earlier.resolve() != current.resolve()):
         return find_stage(init_from)
     recorded = Path(origins[-1]["path"])
-    if problem := _unfit(recorded):
+    if problem := _weights_problem(recorded):
         raise ConfigurationError(
             f"--init_from {init_from}: this run began with the weights in {recorded}, which it "
             f"still needs: {problem} Put them back, let --init_from name where they are now, or "
@@ -159,7 +159,7 @@ def weights_origin(
     return origin
 
 
-def _unfit(directory: Path) -> str | None:
+def _weights_problem(directory: Path) -> str | None:
     if not directory.is_dir():
         return f"there is no such directory: {directory}{did_you_mean(directory)}."
     unfinished = directory.name.startswith((INCOMPLETE, DAMAGED, DELETING))

@@ -207,12 +207,12 @@ def load_model(
     if weights is None:
         torch.manual_seed(settings.training.seed)
         # Call the class: under ZeRO-3 from_config would draw different weights on each rank.
-        made: Any = causal_lm_class(config)(config)
-        made.set_attn_implementation(attention.name)
-        made = made.to(dtype)
+        built: Any = causal_lm_class(config)(config)
+        built.set_attn_implementation(attention.name)
+        built = built.to(dtype)
     else:
         published = published_rows(settings, config, weights, new_tokens)
-        made = load_strictly(
+        built = load_strictly(
             weights,
             exact=model.init_from is not None,
             revision=model.model_revision,
@@ -222,23 +222,23 @@ def load_model(
             **quantized_loading(settings, config, dtype, quantized),
         )
         if published is not config:
-            add_rows(made, list(new_tokens), config.get_text_config().vocab_size)
+            add_rows(built, list(new_tokens), config.get_text_config().vocab_size)
         if new_tokens:
-            made.new_tokens = list(new_tokens)
+            built.new_tokens = list(new_tokens)
         if settings.training.device.type == "cpu":
-            align_weights(made)
-            for layer in packed_layers(made).values():
+            align_weights(built)
+            for layer in packed_layers(built).values():
                 # bitsandbytes would pack the weights differently for an evaluation.
                 layer.support_avx512bf16_for_cpu = False
-    made.generation_config = generation_settings(settings, config)
-    made.processor_files = read_processor_files(settings)
-    add_input_hooks(made)
-    if frozen := freeze_unused(made):
+    built.generation_config = generation_settings(settings, config)
+    built.processor_files = read_processor_files(settings)
+    add_input_hooks(built)
+    if frozen := freeze_unused(built):
         towers = [".".join(name.split(".")[:2]) for name in frozen if gets_gradient(name)]
         listed = ", ".join(dict.fromkeys(towers)) or "indexers of attention, poolers"
         logger.info("frozen: %s, which the loss does not reach", listed)
-    freeze_asked(made, model)
-    return made
+    freeze_asked(built, model)
+    return built
 
 
 def quantized_layers(model: ModelArguments, config: PreTrainedConfig) -> Quantized | None:
@@ -293,19 +293,19 @@ def quantized_loading(
     if found is None:
         return {}
     model, training = settings.model, settings.training
-    computed = COMPUTED.get(training.mixed_precision, dtype)
+    compute_dtype = COMPUTED.get(training.mixed_precision, dtype)
     modules = without_weights(config).named_modules()
     names = {name for name, module in modules if isinstance(module, (nn.Linear, Conv1D))}
-    asked = BitsAndBytesConfig(
+    quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=model.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=model.use_bnb_nested_quant,
-        bnb_4bit_compute_dtype=computed,
+        bnb_4bit_compute_dtype=compute_dtype,
         # FSDP2 only shards floating-point types.
-        bnb_4bit_quant_storage=computed if is_fsdp_enabled() else torch.uint8,
+        bnb_4bit_quant_storage=compute_dtype if is_fsdp_enabled() else torch.uint8,
         llm_int8_skip_modules=sorted(names - {*found.layers}),
     )
-    return {"quantization_config": asked, "device_map": {"": training.device}}
+    return {"quantization_config": quantization, "device_map": {"": training.device}}
 
 
 def packed_layers(model: nn.Module) -> dict[str, Any]:

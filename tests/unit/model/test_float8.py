@@ -113,7 +113,7 @@ def test_the_device_decides(assume, device, capability, elsewhere, outcome, monk
     settings = SimpleNamespace(run=SimpleNamespace(assume=assume), values=values)
     given = settings, replace(LAUNCH, device=device), elsewhere
     if isinstance(outcome, bool):
-        assert layers._emulates(*given) is outcome
+        assert layers._emulates_fp8(*given) is outcome
         return
     with pytest.raises(ConfigurationError, match=rf"compute capability 8\.9 or newer .*{outcome}"):
-        layers._emulates(*given)
+        layers._emulates_fp8(*given)
