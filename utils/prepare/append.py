@@ -1,10 +1,10 @@
-"""Append to a finished dataset: `prepare_data.py --append` adds new sources to OUT/train.
+"""`prepare_data.py --append`: adds new sources to the train split of a finished dataset.
 
 OUT is output_dir. The new sources are prepared in OUT/.append, like any dataset. Then their Arrow
 files move to OUT/train under new names. A new stoker.json adds the new documents to the dataset.
 Then state.json is replaced. A reader of stoker.json or of state.json sees all new documents or
-none. The files of the old documents do not change. stoker.json keeps the old fingerprint, so a
-resumed run recognizes its data. If the append is killed, the same command finishes the append.
+none. The files of the old documents do not change. stoker.json also keeps the old fingerprint, so
+a resumed run recognizes its data. If the append is killed, the same command finishes the append.
 """
 
 import fcntl
@@ -75,7 +75,7 @@ def append(arguments: PreparationArguments) -> None:
 
 
 def _parts(described: Description) -> list[Mapping[str, Any]]:
-    """Return a list: stoker.json's entry about the first preparation, then one for each append."""
+    """Return stoker.json's entries about preparations: the first preparation, then each append."""
     return [described.preparation, *described.preparation.get("appended", ())]
 
 
@@ -84,7 +84,7 @@ def _has_appended(described: Description, digest: str) -> bool:
 
 
 def _problems(planned: Preparation, described: Description) -> list[str]:
-    """Return the reasons why planned documents cannot join a finished dataset; [] if they can."""
+    """Return error messages if the planned documents cannot be appended to the dataset."""
     problems, plan = [], planned.plan
     if described.tokenizer.get("sha256") != planned.tokenizer_sha256:
         problems.append(
@@ -126,9 +126,9 @@ def _problems(planned: Preparation, described: Description) -> list[str]:
 def _sole_append(addition: Path, digest: str, *, shared: bool) -> Iterator[None]:
     """Hold a lock on OUT/.append, so that no other append runs at the same time.
 
-    addition: the folder OUT/.append. digest: hash of the sources and settings to append. shared:
-    this append has several shards, which hold the lock together. Raises ConfigurationError if
-    another append holds the lock, or left unfinished work in the folder.
+    addition: the folder OUT/.append. digest: the hash of the sources and settings to append.
+    shared: the processes of a sharded append hold the lock together. Raises ConfigurationError if
+    another append holds the lock or has left unfinished work in the folder.
     """
     addition.mkdir(exist_ok=True)
     lock = os.open(addition, os.O_RDONLY | os.O_DIRECTORY)
@@ -156,13 +156,13 @@ def _sole_append(addition: Path, digest: str, *, shared: bool) -> Iterator[None]
             )
         yield
     finally:
-        with suppress(OSError):  # it holds work, or is gone
+        with suppress(OSError):  # the folder has files, or does not exist
             addition.rmdir()
         os.close(lock)
 
 
 def _join(train: Path, addition: Path) -> None:
-    """Move the new Arrow files to OUT/train; write a stoker.json for old and new documents."""
+    """Move the new Arrow files to OUT/train. Write a stoker.json for old and new documents."""
     old = open_token_dataset(train).description  # refuses damaged files
     added = read_description(addition / TRAIN)
     assert added is not None, "finish_preparation has written it"
@@ -190,7 +190,7 @@ def _join(train: Path, addition: Path) -> None:
 
 
 def _finish(train: Path, addition: Path, described: Description) -> None:
-    """Write the names of all Arrow files into state.json, for `datasets`; delete OUT/.append."""
+    """List all Arrow files in state.json, which `datasets` reads. Delete OUT/.append."""
     if [file.name for file in data_files(train)] != list(described.files):
         state = read_object(train / STATE_FILE)
         state["_data_files"] = [{"filename": name} for name in described.files]

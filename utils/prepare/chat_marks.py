@@ -1,8 +1,8 @@
 """A chat with marks around the texts of its messages, and checks that its rendering is complete.
 
 Marks are rare letters around a text. In the rendering, marks show which message a text is from,
-even if the template moved, trimmed or dropped the text. Without its marks, the marked rendering
-must equal the plain rendering. This proves that the marks changed nothing else.
+even if the template moved, trimmed or dropped the text. With its marks removed, the rendering of
+the marked chat must equal the rendering of the chat. This proves that marks change nothing else.
 """
 
 import html
@@ -18,41 +18,43 @@ from utils.prepare.chat_templates import REASONING_NAMES, ChatTemplate
 from utils.prepare.rows import ChatDocument, Message
 from utils.prepare.values import UnusableRowError
 
-# Settings with which some templates print reasoning that they leave out by default.
+# Template variables that make some templates print reasoning. By default they leave it out.
 THINKING_ON = ({"thinking": True}, {"enable_thinking": True}, {"preserve_thinking": True})
-# Kinds of marked texts. The name of a tool call is marked only if none of its arguments is marked.
+# Kinds of marked texts. A tool call without marked arguments has marks around its name or id.
 CONTENT, REASONING, CALL, NAME = range(4)
 KINDS = 4
 NO_MESSAGE = -1
 RARE = range(0x20000, 0x2A6D7)  # letters that are rare in chats and that Python prints unescaped
-# Templates search texts for tags and split them there, so marks surround the text between tags.
+# Some templates split a text at its tags. So each piece of text between tags has its own marks.
 TAGS = re.compile(r"(<\|?/?[^<>\s]{1,40}>|\[/?[A-Z_]{3,30}\])")
 THINKING = re.compile(r"<(/?)(?:think|thinking|reasoning)>")
 LEFT_OUT = "the chat template leaves out {} (--chat_template takes one that prints it)"
 
 
 class Mark(NamedTuple):
-    """A mark (rare letter) in a rendered chat. message: the index of the marked message.
+    """A mark (rare letter) in a rendered chat.
 
-    at: the mark's index in the rendering without marks. kind: the kind of the marked text, CONTENT,
-    REASONING, CALL (an argument of a tool call) or NAME (the name of a called tool).
+    at: the mark's index in the rendering without marks. message: the index of the marked message.
+    kind: CONTENT, REASONING, CALL (an argument of a tool call) or NAME (a call's tool name or id).
     """
 
     at: int
-    message: int  # NO_MESSAGE: the repeated name of a call, for example with the call's result
+    message: int  # NO_MESSAGE if a tool's name is repeated, for example before the tool's result
     kind: int
 
 
 class MarkedChat:
-    """A chat, a copy with marks (rare letters around its texts), and the marks' indices in `text`.
+    """A chat, its copy with marks (rare letters) around the texts, and the rendering of this copy.
 
-    text: the rendering without marks. Marks surround the pieces into which tags such as <think>
-    split a text. A text that begins or ends with a tag also has a mark at that edge. An empty text
-    may have one mark. Raises UnusableRowError if marks change what the template prints, for example
-    if the template compares the start of texts.
+    Tags such as <think> split a text into pieces, and marks surround each piece. A text that begins
+    or ends with a tag also has a mark at that edge. An empty text may have one mark. Raises
+    UnusableRowError if the marks change what the template prints. A template may, for example,
+    look for a prefix of a text.
 
-    expected: {(message index, kind): least number of marks in a complete rendering}. indices: the
-    index of each mark in `text`. marks_of: {message index: indices of its marks in `marks`}.
+    messages: the copy with marks. text: the rendering without marks. marks: the marks in the order
+    of the rendering. indices: the index of each mark in `text`. marks_of: {message index: indices
+    of its marks in `marks`}. expected: {(message index, kind): the minimum number of marks in a
+    complete rendering}.
     """
 
     def __init__(self, template: ChatTemplate, chat: ChatDocument, text: str):
@@ -93,17 +95,17 @@ class MarkedChat:
     def refused(
         self, index: int, problem: str, reason: str = "template_refused"
     ) -> UnusableRowError:
-        """Return an UnusableRowError that names message `index` and the problem."""
+        """Return an UnusableRowError about the message with index `index`."""
         role = self.chat.messages[index]["role"]
         return UnusableRowError(reason, f"message {index} ({role}): {problem}")
 
     def bounds(self, message: int) -> tuple[int, int, int, int]:
-        """Return four indices in `text`: the edges of a message's texts and the neighbours' texts.
+        """Return four indices in `text`: the edges of a message's texts and of their neighbours.
 
         In order: the end of the previous message's texts, the start and the end of this message's
         texts, and the start of the next message's texts. Without a neighbour, the first index is 0
         and the last is the length of `text`. Raises UnusableRowError if the message is not printed,
-        or if another message is printed inside it.
+        or if another message is printed between this message's texts.
         """
         if message not in self.marks_of:
             raise self.refused(message, "nothing of it is printed", "content_left_out")
@@ -118,11 +120,11 @@ class MarkedChat:
         return next(before, 0), start, stop, next(behind, len(self.text))
 
     def rendered(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        """Render messages with this chat's tools and options; return the text, marks included."""
+        """Render `messages` with this chat's tools and template options. Marks are kept."""
         return self._template.render(replace(self.chat, messages=messages), generation_prompt)
 
     def behind_words(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        """Render marked messages; return the text behind the last message's words, unmarked."""
+        """Render marked messages. Return the text after their last mark, without marks."""
         text, marks = self._without_marks(self.rendered(messages, generation_prompt))
         return text[max((mark.at for mark in marks if mark.message != NO_MESSAGE), default=0) :]
 
@@ -141,7 +143,7 @@ class MarkedChat:
 
     def _message(self, index: int, message: Message) -> dict[str, Any]:
         calls = message.get("tool_calls") or []
-        # A mark on the empty text of a message with calls would hide that its calls are dropped.
+        # A mark in the empty text of a message with calls would hide that its calls are dropped.
         can_be_empty = not calls and self._marks_empty
         content, reasoning = message["content"], message.get("reasoning_content")
         if isinstance(content, str):
@@ -164,9 +166,9 @@ class MarkedChat:
     def _text(self, text: str, index: int, kind: int, can_be_empty: bool = False) -> str:
         """Return `text` with a mark (a rare letter) before and after each piece between its tags.
 
-        index: the message's index. kind: the kind of the marks, such as CONTENT. In CONTENT,
-        pieces inside <think> and </think> get the kind REASONING. can_be_empty: an empty text gets
-        one mark.
+        index: the message's index. kind: the kind of the marks, such as CONTENT. With CONTENT,
+        pieces between <think> and </think> get the kind REASONING. can_be_empty: put one mark into
+        an empty text.
         """
         if not text.strip():
             return self._mark(index, kind) + text if can_be_empty else text
@@ -216,7 +218,7 @@ class MarkedChat:
     # --- checks
 
     def _check_words(self, rendering: str) -> None:
-        """Raise UnusableRowError if the template changes a text, except by JSON or HTML escapes."""
+        """Raise UnusableRowError if a text is printed in a changed form. Escapes are allowed."""
         for index, kind, text in self._marked_texts:
             mark = self._mark(index, kind)
             if f"{mark}{text}{mark}" in rendering or mark not in rendering:
@@ -263,10 +265,9 @@ class MarkedChat:
         return {index for index, _ in left_out}
 
     def _setting_that_prints(self, index: int, kind: int) -> str:
-        """Return a template variable, as JSON, that makes the template print a left-out text.
+        """Return the item of THINKING_ON, as JSON, that makes the template print a left-out text.
 
-        Returns "" if no variable in THINKING_ON helps. index, kind: the message, and the kind of
-        its text.
+        Returns "" if no item does. index: the message's index. kind: the kind of the text.
         """
         for setting in THINKING_ON:
             options = {**(self.chat.template_options or {}), **setting}
@@ -278,7 +279,7 @@ class MarkedChat:
 
 
 def words_of_calls(message: Message) -> Iterator[str]:
-    """Yield the function names, keys and numbers in a message's tool calls, which get no marks."""
+    """Yield the function names, keys and numbers in a message's tool calls."""
     for call in message.get("tool_calls") or []:
         yield call["function"]["name"]
         yield from _keys_and_numbers(call["function"]["arguments"])

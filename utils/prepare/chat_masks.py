@@ -1,6 +1,6 @@
 """Loss masks of chats: the spans (ranges of characters) of a rendered chat that are trained on.
 
-A template may have {% generation %} markers around the assistant's text. Without markers
+A template may have {% generation %} markers around the assistant's text. If it has none,
 chat_turns.py finds the start and the end of each turn.
 
 Every chat is checked. The rendering must contain each message's text. The trained text of a turn
@@ -52,8 +52,8 @@ class ChatMasks:
     def __call__(self, document: ChatDocument) -> MaskedChat:
         """Return the rendering of a chat and the spans to train on.
 
-        Turns before message `first_trained` and turns with `weight: 0` are not trained on. Raises
-        UnusableRowError if the template refuses the chat, or if the spans do not pass the checks.
+        Turns before index `document.first_trained` and turns with `weight: 0` are not trained on.
+        Raises UnusableRowError if the template refuses the chat, or if the spans fail a check.
         """
         try:
             with limits(f"{document.location}: the chat template", RENDERING_BYTES):
@@ -68,7 +68,7 @@ class ChatMasks:
             raise UnusableRowError("template_refused", message) from error
 
     def _takes_without_system(self, document: ChatDocument) -> bool:
-        """Return whether the template refuses this chat only because of its system message."""
+        """Return whether the template takes this chat without its system message."""
         if document.messages[0]["role"] != "system":
             return False
         with suppress(Exception):
@@ -77,9 +77,9 @@ class ChatMasks:
         return False
 
     def _check_roles(self, chat: ChatDocument) -> None:
-        """Raise UnusableRowError if no message has the role `user` and one has an unknown role.
+        """Raise UnusableRowError if a role is unknown and no message has the role `user`.
 
-        Known roles are those in OWN_ROLES and those in the template's text.
+        A known role is in OWN_ROLES or occurs in the template's source.
         """
         roles = dict.fromkeys(message["role"] for message in chat.messages)
         unknown = [
@@ -115,10 +115,10 @@ class ChatMasks:
         return MaskedChat(text, trained_spans, starts, not without_thinking.isdisjoint(trained))
 
     def _check_spans(self, chat: MarkedChat, turn: int, spans: Sequence[Span], text: str) -> None:
-        """Raise UnusableRowError if the spans to train on do not fit the turn with index `turn`.
+        """Raise UnusableRowError if the spans to train on do not match the turn.
 
         The spans must contain the turn's texts, its tool calls and the token that ends the turn,
-        but no text of another message. text: the rendering.
+        but no text of another message. turn: the message index. text: the rendering.
         """
         words = [chat.indices[number] for number in chat.marks_of.get(turn, ())]
         # The generation prompt may already have the tags that begin a text, such as <think>.
@@ -153,9 +153,9 @@ def _spans_of_blocks(
 ) -> dict[int, list[Span]]:
     """Return {turn: spans of its {% generation %} blocks}. turns: indices of assistant messages.
 
-    Marks surround the texts of each message (see chat_marks.py). A block belongs to the first turn
-    with marks inside the block. A block without marks of a turn belongs to the first turn after the
-    messages with marks before the block.
+    Marks surround the texts of each message (see chat_marks.py). A block belongs to the first
+    turn that has a mark inside the block. If no turn has a mark inside, the block belongs to the
+    next turn after the last message that has a mark before the block.
     """
     own: dict[int, list[Span]] = {turn: [] for turn in turns}
     for start, stop in blocks:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 # Keys of a message's reasoning in published data. A template reads one of the first two.
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
-PROBE = Location("a probe")  # the location of the short chats that try out a template
-PROBE_ID = "abcdefghi"  # the id of a tool call; Mistral's templates only take nine letters
+PROBE = Location("a probe")  # the location of the short chats that test a template
+PROBE_ID = "abcdefghi"  # the id of a tool call. Mistral's templates require nine letters
 # A tool for these short chats, because some templates print no chat without tools.
 PROPERTIES = {"probe": {"type": "string", "description": "a probe"}}
 PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["probe"]}
@@ -40,7 +40,7 @@ class ChatTemplate:
     Some templates read message contents as strings, others as lists of parts. Some read the
     arguments of tool calls as objects, others as JSON strings. This class renders short chats to
     find the form that the template reads, and `adapted` converts messages to this form. date: the
-    date (YYYY-MM-DD) that the template prints as today's date.
+    date (YYYY-MM-DD) that the template prints as today's date. None means the real date.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", date: str | None = None):
@@ -51,7 +51,7 @@ class ChatTemplate:
             self.source = source = tokenizer.get_chat_template()
             self.has_markers = GENERATION.search(source) is not None
             self._variables = dict(tokenizer.special_tokens_map)
-            # This function bypasses transformers' cache: the date below changes this object only.
+            # This function has no cache, so the date below changes this object only.
             self._compiled: Any = _cached_compile_jinja_template(source)
         if date is not None:
             self._compiled.globals["strftime_now"] = datetime.fromisoformat(date).strftime
@@ -66,7 +66,7 @@ class ChatTemplate:
             return str(self._compiled.render(**self._variables_of(chat, generation_prompt)))
 
     def render_with_markers(self, chat: ChatDocument) -> tuple[str, list[tuple[int, int]]]:
-        """Return the rendering, and [(start, stop)] of {% generation %} blocks in characters."""
+        """Return the rendering, and (start, stop) of each {% generation %} block in characters."""
         from transformers.utils.chat_template_utils import _render_with_assistant_indices
 
         return _render_with_assistant_indices(self._compiled, **self._variables_of(chat, False))
@@ -115,7 +115,7 @@ class ChatTemplate:
         thought = "stoker thinks"
         part = {"type": "thinking", "thinking": thought}
         in_parts = self._render_reply({"content": [part, {"type": "text", "text": "x"}]})
-        # A template that prints the list itself prints its keys as well.
+        # A template that prints the list as Python text also prints the key 'type'.
         if thought not in in_parts or re.search("""['"]type['"]""", in_parts):
             return False
         reply = {"content": "x", **dict.fromkeys(REASONING_NAMES[:2], thought)}

@@ -6,11 +6,11 @@ start   Compare the text before the turn's words with the template's generation 
         that both share, apart from blanks, is the header (<|im_start|>assistant). The header is
         not trained on. Some templates end every chat with a header, the "standing header", even if
         no generation prompt is requested.
-end     Compare the text behind the turn's words with the text that the template prints there if
-        the chat ends with this turn. The part that both share, up to its last special token, is
-        trained on. Tool calls end like answers, or with a token that is printed once after all
-        calls (<|call|>). If a template has no token to end a turn (GLM), the token that opens the
-        next message ends the turn. Without any special tokens, EOS is appended to the last turn.
+end     Compare the text behind the turn's words with the text behind them if the chat ends with
+        this turn. The part that both share, up to its last special token, is trained on. Tool
+        calls end like answers, or with a token that is printed once after all calls (<|call|>). If
+        a template has no token to end a turn (GLM), the token that opens the next message ends the
+        turn. Without any special tokens, EOS is appended to the last turn.
 """
 
 import re
@@ -26,7 +26,7 @@ from utils.prepare.values import ASSISTANT
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CACHED = 20_000  # entries in the cache of turns' delimiters; most templates need a few dozen
+CACHED = 20_000  # maximum entries in the cache of delimiters; most templates need a few dozen
 PROBE = "probe"
 LEADING_TAGS = re.compile(rf"(?:\s*{TAGS.pattern})+\s*")
 PARTIAL_TAG = re.compile(r"\s*(?:[<\[][|/\w]*)?")
@@ -64,8 +64,8 @@ class TurnDelimiter:
         """Return {turn: its spans to train on}, and a text to append to the rendering.
 
         turns: message indices of the assistant's turns. Spans are in characters of the rendering.
-        The text to append ends the last turn. The text is "" if the template itself ends the turn.
-        Raises UnusableRowError if a start or an end is not found.
+        The appended text ends the last turn. It is "" if the template itself ends this turn.
+        Raises UnusableRowError if a turn's start or end is not found.
         """
         spans: dict[int, list[Span]] = {}
         closing, last = "", 0
@@ -90,7 +90,7 @@ class TurnDelimiter:
 
     @staticmethod
     def _key(chat: MarkedChat, turn: int, gap: str, following: str) -> tuple[Any, ...]:
-        """Return a cache key. Turns with equal keys have equally long headers and closing texts."""
+        """Return a cache key. Turns with equal keys have headers and endings of equal length."""
         given, messages = chat.chat, chat.chat.messages
         ids = [call.get("id") for call in messages[turn].get("tool_calls") or []]
         numbers = "|".join([*map(re.escape, filter(None, ids)), r"\d"])
@@ -108,7 +108,7 @@ class TurnDelimiter:
     def _header_length(self, chat: MarkedChat, turn: int, gap: str) -> int:
         """Return the index in `gap` (the text before the turn's words) where the header ends.
 
-        A header is a text such as <|im_start|>assistant. Raises UnusableRowError without a header.
+        A header is a text such as <|im_start|>assistant. Raises UnusableRowError if none is found.
         """
         endings = self._endings(chat, chat.messages[:turn])
         header = self._header_like_prompt(chat, turn, gap, *endings) if endings else -1
@@ -164,10 +164,9 @@ class TurnDelimiter:
         """Return the index in `gap` where the header ends, or -1 if `prompt` has another header.
 
         This method is for texts that differ after the header. For example, `gap` ends in
-        <think></think>, and `prompt` in <think> and a line break. gap: the text before the turn's
-        words. prompt: the text after the previous message's words, if a generation prompt is
-        requested. closed: the text that ends the previous message. reply: the text that the
-        template prints there, up to the words of an assistant's message.
+        <think></think>, and `prompt` in <think> and a line break. gap, prompt: the arguments of
+        `_header_like_prompt`. closed: the text that ends the previous message. reply: the text
+        between the previous message's words and the words of an added reply.
         """
         shared, _ = _common_ignoring_blanks(gap, prompt)
         start, _ = _common_ignoring_blanks(gap, closed)
@@ -185,7 +184,7 @@ class TurnDelimiter:
         return -1 if is_other or has_words else cut
 
     def _end_of_last_message(self, chat: MarkedChat, turn: int, gap: str, bare: str) -> str:
-        """Return the text that ends the message before the turn: `bare` without a next header."""
+        """Return the text that ends the message before the turn: `bare` without a turn's header."""
         for role in ("user", "tool"):
             before, probe, _ = self._followed_by(chat, turn, {"role": role}).rpartition(PROBE)
             if probe:
@@ -199,7 +198,7 @@ class TurnDelimiter:
         return text.rstrip().removesuffix(header) if ends else text
 
     def _standing_header(self, chat: MarkedChat) -> str:
-        """Return the header that the template prints at the end of every chat; "" without one.
+        """Return the header that the template prints at the end of every chat, or "".
 
         Text that the template also prints before a user message does not belong to the header.
         """
@@ -229,9 +228,9 @@ class TurnDelimiter:
     def _end(self, chat: MarkedChat, turn: int, following: str) -> tuple[int, str]:
         """Return the length of the text that ends the turn, and a text to append to the rendering.
 
-        The length counts from the end of the turn's own text. The text to append is "" if the
-        template itself ends the turn. Raises UnusableRowError if nothing ends the turn. following:
-        the text between the turn's words and the next message's words.
+        The length counts from the end of the turn's words. The text to append is "" if the template
+        itself ends the turn. Raises UnusableRowError if nothing ends the turn. following: the text
+        between the turn's words and the next message's words.
         """
         is_last = turn == len(chat.messages) - 1
         printed = chat.behind_words(chat.messages[: turn + 1])
@@ -250,7 +249,7 @@ class TurnDelimiter:
             )
         length, closing = found
         left = printed[length:]
-        # Special tokens may follow the end, or a text that the template prints after questions.
+        # After the end may come special tokens, or a text that also comes after a question.
         if (
             not closing
             and continued.startswith(ended[:length])
@@ -265,7 +264,7 @@ class TurnDelimiter:
     def _end_after_calls(
         self, chat: MarkedChat, turn: int, ended: str, continued: str
     ) -> tuple[int, str] | None:
-        """Return what `_end` returns, in a turn with tool calls; None if nothing ends the turn."""
+        """Return what `_end` returns for a turn with tool calls, or None if nothing ends it."""
         is_last = turn == len(chat.messages) - 1
         answer = self._followed_by(chat, turn, {"role": ASSISTANT}).rpartition(PROBE)[2].strip()
         plain = answer.removesuffix(self._standing_header(chat)).strip()
@@ -284,7 +283,7 @@ class TurnDelimiter:
         return found
 
     def _end_of_all_calls(self, chat: MarkedChat, turn: int, ended: str, continued: str) -> int:
-        """Return the index in `ended` behind a token that ends all calls together; 0 if none."""
+        """Return the index in `ended` behind a token printed once after all calls, or 0."""
         end = self._end_of_shared_tokens(chat, ended, continued)
         tokens = (t.group() for t in self._specials.finditer(ended) if t.end() == end)
         if (token := next(tokens, None)) is None:
@@ -293,7 +292,7 @@ class TurnDelimiter:
         doubled = {**message, "tool_calls": [*message["tool_calls"]] * 2}
         try:
             once, twice = (chat.rendered([*before, each]) for each in (message, doubled))
-        except Exception:  # the template takes one call only
+        except Exception:  # the template refuses a second call
             return end
         bare, prompt = self._endings(chat, [self._question]) or ("", "")
         header = prompt.removeprefix(bare).strip()
@@ -303,12 +302,12 @@ class TurnDelimiter:
     def _end_of_turn(
         self, chat: MarkedChat, ended: str, continued: str, is_last: bool
     ) -> tuple[int, str] | None:
-        """Return what `_end` returns, from the texts behind a turn; None if nothing ends it."""
+        """Return what `_end` returns, found in the texts behind a turn; None if nothing ends it."""
         if end := self._end_of_shared_tokens(chat, ended, continued):
             return end, ""
         one, two = self._specials.search(ended), self._specials.search(continued)
         if one and two and ended[: one.start()].split() == continued[: two.start()].split():
-            # One token ends the last turn, another one the turns before: <|return|> and <|end|>.
+            # The last turn and earlier turns end with different tokens: <|return|> and <|end|>.
             return (one if is_last else two).end(), ""
         is_bare = not ended.strip() and (not is_last or continued.startswith(ended))
         if one is None and two and is_bare and not continued[: two.start()].strip():
@@ -317,19 +316,22 @@ class TurnDelimiter:
             closing = continued[len(ended) : two.end()] if is_last else ""
             return len(ended) if is_last else two.end(), closing
         before, stop, _ = (ended if is_last else continued).partition(self.stop)
-        if stop and not before.strip():  # the template prints something else behind a last turn
+        if stop and not before.strip():  # EOS follows the words in this text only
             return len(before) + len(stop), ""
         has_no_end = one is None and two is None and is_last and not ended.strip()
         return (len(ended), self.stop) if has_no_end else None
 
     def _end_of_shared_tokens(self, chat: MarkedChat, ended: str, continued: str) -> int:
-        """Return the index behind the last special token of the texts' common prefix; 0 if none."""
+        """Return the index behind the token that ends a turn in both texts, or 0 if none does.
+
+        EOS ends the turn if the texts' common prefix has EOS. Else its last special token does.
+        """
         shared = _common_prefix(ended, continued) if continued else ended
         if self.stop in shared:
             return shared.index(self.stop) + len(self.stop)
         tokens = [*self._specials.finditer(shared)]
         if self._standing_header(chat):
-            # The tokens that open a chat are in a standing header, so they do not end the turn.
+            # Tokens that open the chat also open the standing header. They do not end the turn.
             opening = re.match(rf"(?:\s*(?:{self._specials.pattern}))*", chat.text)
             openers = self._specials.findall(opening.group() if opening else "")
             while tokens and tokens[-1].group() in openers:
@@ -339,7 +341,7 @@ class TurnDelimiter:
     # --- renderings
 
     def _text_if_continued(self, chat: MarkedChat, turn: int) -> str:
-        """Return the text from a turn to an invented next message; "" if the template refuses."""
+        """Return the text from a turn to an added next message; "" if the template refuses it."""
         answer = {"role": "user"}
         if calls := chat.chat.messages[turn].get("tool_calls"):
             name, number = calls[-1]["function"].get("name", ""), calls[-1].get("id", PROBE_ID)
@@ -347,10 +349,10 @@ class TurnDelimiter:
         return self._followed_by(chat, turn + 1, answer).rpartition(PROBE)[0]
 
     def _followed_by(self, chat: MarkedChat, turn: int, message: Message) -> str:
-        """Return the text behind messages[:turn], if only `message` follows.
+        """Return the text behind the words of messages[:turn], if only `message` follows.
 
-        The content of `message` is replaced by PROBE, and the text includes PROBE. The text is ""
-        if the template refuses the chat.
+        PROBE replaces the content of `message`. The returned text includes PROBE. The text is "" if
+        the template refuses the chat.
         """
         (probe,) = self._template.adapted([{**message, "content": PROBE}])
         try:
@@ -360,18 +362,18 @@ class TurnDelimiter:
 
     @staticmethod
     def _endings(chat: MarkedChat, messages: Sequence[Message]) -> tuple[str, str] | None:
-        """Return two texts printed after the last message's words; None if the template refuses.
+        """Return the text behind the last message's words, without and with a generation prompt.
 
-        The first text is without a generation prompt. The second text includes one.
+        Returns None if the template refuses these messages.
         """
         try:
             return chat.behind_words(messages), chat.behind_words(messages, generation_prompt=True)
-        except Exception:  # the template refuses an empty chat, or a chat that ends with these
+        except Exception:  # the template refuses these messages, for example if there are none
             return None
 
 
 def _common_ignoring_blanks(one: str, two: str) -> tuple[int, int]:
-    """Return where the common prefix of two texts ends, as an index in each. Ignores blanks."""
+    """Return the index in each text where their common prefix ends. Ignores blanks."""
     i = j = 0
     shared = (0, 0)
     while i < len(one) and j < len(two):

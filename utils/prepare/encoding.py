@@ -23,16 +23,16 @@ TOKENIZER_FAILS = "it does not turn text into tokens"
 IDS_ALONE = dict.fromkeys(("return_attention_mask", "return_token_type_ids", "verbose"), False)
 # Longer texts are tokenized in pieces, because a tokenizer needs about 100 bytes per token.
 LARGEST_PIECE_CHARACTERS = 4 << 20
-CUTS_SEARCHED_CHARACTERS = 1 << 16  # a cut is searched this far before the end of a piece
+CUTS_SEARCHED_CHARACTERS = 1 << 16  # at most this far before a piece is full
 # Positions between two words where no tokenizer joins the characters on both sides.
 CUTS = re.compile(r"(?<=\w)(?= \w)|(?<=\S\n)(?=\w)")
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The special token ids that a tokenizer adds before and behind a text. end: the id of EOS.
+    """The ids of the special tokens that a tokenizer adds before and behind a text.
 
-    Special tokens that a text already begins or ends with are not added again.
+    end: the id of EOS. If a text already begins or ends with these tokens, they are not repeated.
     """
 
     before: np.ndarray
@@ -62,7 +62,8 @@ class SpecialTokens:
     def around(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return two arrays: the special ids to add before `ids` and behind `ids`.
 
-        Special tokens that `ids` already has are left out.
+        Special tokens that `ids` already has are left out. EOS always ends a document, even if the
+        tokenizer itself does not add EOS.
         """
         nothing = self.before[:0].astype(ids.dtype)
         begins = np.array_equal(ids[: self.before.size], self.before)
@@ -74,14 +75,14 @@ class SpecialTokens:
         return before, behind.astype(ids.dtype)
 
     def are_all(self, ids: np.ndarray) -> bool:
-        """Return whether all ids are special tokens. Also True for no ids."""
+        """Return whether all ids are special tokens. True for an empty array."""
         return bool(np.isin(ids, [*self.before, *self.behind, self.end]).all())
 
 
 def encode(
     tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], special_tokens: bool = False
 ) -> list[np.ndarray]:
-    """Return a list with each text's token ids, (tokens,) int64. special_tokens: add BOS, EOS."""
+    """Return the token ids of each text, (tokens,) int64. special_tokens: add BOS and EOS."""
     if not texts:
         return []  # a tokenizer takes no empty list
     with foreign(f"the tokenizer {tokenizer.name_or_path}", TOKENIZER_FAILS):
@@ -106,7 +107,7 @@ def encode_with_offsets(
 
 
 def text_pieces(text: str, most: int) -> Iterator[str]:
-    """Yield a text in pieces of at most `most` characters, cut between words if possible."""
+    """Yield pieces of a text, each at most `most` characters. Cuts between words if possible."""
     start = 0
     while len(text) - start > most:
         stop = start + most
@@ -141,9 +142,9 @@ def load_prompts(
     """Return the prompts in the setting `sample_prompts` (`entries`).
 
     An entry is a prompt, or a .txt or .jsonl file with a prompt on each line. A line of a .jsonl
-    file is an object with the key `prompt`. With `chats`, the object may have `messages` instead,
-    and the tokenizer's chat template, if any, renders every prompt. Raises ConfigurationError with
-    all faults, such as prompts of more than `most_tokens` tokens.
+    file is an object with the key `prompt`. chats: render every prompt with the chat template, if
+    the tokenizer has one. Then an object may also have the key `messages`. Raises
+    ConfigurationError that lists all faults, such as prompts of more than `most_tokens` tokens.
     """
     template = ChatTemplate(tokenizer) if chats and tokenizer.chat_template is not None else None
     prompts, problems = [], []
@@ -167,7 +168,7 @@ def load_prompts(
 
 
 def _prompt_lines(entries: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (origin, text) of each prompt. origin: FILE:LINE, or the start of the prompt in quotes.
+    """Yield (origin, text) of each prompt. origin: FILE:LINE, or the prompt's start in quotes.
 
     Raises ConfigurationError for an unreadable or empty file.
     """
@@ -190,7 +191,7 @@ def _prompt_lines(entries: Sequence[str]) -> Iterator[tuple[str, str]]:
 def _prompt(
     fields: Any, tokenizer: "PreTrainedTokenizerBase", template: ChatTemplate | None
 ) -> Prompt:
-    """Return a prompt from a text or a .jsonl object. Faulty input may raise any Exception."""
+    """Return the prompt of a text or a .jsonl object. Faulty input may raise any Exception."""
     record = fields if isinstance(fields, dict) else {"prompt": fields}
     key = "messages" if "messages" in record else "prompt"
     asked = record.get(key)
@@ -210,7 +211,7 @@ def _prompt(
 
 # --- gigatoken
 
-# Difficult texts. They show differences in splitting rules, normalizers and byte fallback.
+# Test texts. They reveal differences in splitting rules, normalizers and byte fallback.
 PROBES = (
     *("", " ", "\n", "a", "  two  spaces ", "\t\ttabs\r\nand \r\n\r\n ends\n\n\n", " " * 70),
     *("It's we'll THEY'RE I'd 'tis 's", "1 12 123 1234 12345.678,90 ٣٤ ⅷ½²", "a" * 300, "aB" * 150),
@@ -222,11 +223,11 @@ PROBES = (
 
 
 def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_format: str) -> str:
-    """Return the tokenizer library to use: "gigatoken" or "tokenizers". wanted: the setting.
+    """Return the tokenizer library to use: "gigatoken" or "tokenizers".
 
-    "auto" means gigatoken if documents are plain texts and gigatoken gives the same ids as the
-    tokenizer for difficult test texts (PROBES). Raises ConfigurationError if `wanted` is
-    "gigatoken" and gigatoken cannot be used.
+    wanted: the setting `tokenizer_backend`. "auto" chooses gigatoken if documents are plain texts
+    and gigatoken gives the tokenizer's ids for all test texts (PROBES). Raises ConfigurationError
+    if `wanted` is "gigatoken" and gigatoken cannot be used.
     """
     if wanted == "tokenizers":
         return wanted

@@ -28,7 +28,7 @@ _MODEL = re.compile(r"(\w[\w.-]*(?:/[\w.-]+)?)(?:@(.+))?")
 # The files of a model's configuration and tokenizer, without pickles and code.
 _SMALL_FILES = ["*.jinja", "*.json", "*.model", "*.txt", "*.tiktoken"]
 # Not downloaded: other formats in subfolders (onnx/), and Mistral's second copy of the weights.
-# Named chat templates are in a subfolder: additional_chat_templates/*.jinja.
+# *.jinja files in subfolders are downloaded: additional_chat_templates/ has named chat templates.
 _OTHER_FILES = [f"*/{name}" for name in (*_SMALL_FILES[1:], "*.safetensors")]
 _OTHER_FILES += ["*/*/*", "*consolidated*.safetensors"]
 
@@ -36,7 +36,7 @@ _OTHER_FILES += ["*/*/*", "*consolidated*.safetensors"]
 class Download(NamedTuple):
     """A download from a Hub repository: the files of one commit whose names match `patterns`.
 
-    part: a description of the files in log lines.
+    part: describes the files in log lines.
     """
 
     kind: Kind
@@ -49,7 +49,7 @@ class Download(NamedTuple):
         return f"{self.name}{self.part}, commit {self.revision.resolved[:10]}"
 
     def run(self, cache: HubCache, *, dry_run: bool = False) -> Any:
-        """Download missing files. With `dry_run`, download nothing and list all files.
+        """Download missing files. With `dry_run`, return a list of all files instead.
 
         The list has each file's name, local path and size in bytes.
         """
@@ -67,11 +67,11 @@ class Download(NamedTuple):
 
 
 def fetch(arguments: PreparationArguments) -> dict[str, Path]:
-    """Download the files that the settings name and the Hub's cache lacks; nothing when offline.
+    """Download the files that the settings name and that the Hub's cache lacks.
 
-    Returns {name in the settings: folder in the cache} of datasets, models and the tokenizer. When
-    offline, returns {}. Raises ConfigurationError for names that cannot be downloaded, and
-    StorageError if the disk has too little space.
+    Returns {name in the settings: folder in the cache} of datasets, models and the tokenizer.
+    In offline mode, downloads nothing and returns {}. Raises ConfigurationError for names that
+    cannot be downloaded, and StorageError if the disk has too little space.
     """
     from huggingface_hub import is_offline_mode
 
@@ -99,8 +99,9 @@ def _missing_files(
 ) -> tuple[dict[str, Path], list[Download], int]:
     """Return ({name: cache folder}, downloads of missing files, their total size in bytes).
 
-    If the Hub cannot be reached, log a warning and return no downloads: the cache may be enough.
-    Raises ConfigurationError instead if `offline_dir` is set, and for unknown names.
+    If the Hub cannot be reached, log a warning and return no downloads. The cache may be enough.
+    Raises ConfigurationError for unknown names. If `offline_dir` is set, an unreachable Hub also
+    raises ConfigurationError.
     """
     named: list[tuple[str, Any]] = [
         (path, source) for source in sources_of(arguments) for path in source.paths
@@ -143,7 +144,10 @@ def _missing_files(
 
 
 def _dataset(cache: HubCache, path: str, source: Source) -> Download | None:
-    """Return the download of a Hub dataset; None for a local path. ValueError for unknown names."""
+    """Return the download of a Hub dataset, or None for a local path.
+
+    Raises ValueError if there is no such dataset, split or path.
+    """
     dataset = hub_dataset(path, source)
     if dataset is None:
         if not (glob.has_magic(path) or os.path.lexists(path)):
@@ -158,9 +162,9 @@ def _dataset(cache: HubCache, path: str, source: Source) -> Download | None:
 
 
 def _model(cache: HubCache, given: str, weights: bool) -> Download | None:
-    """Return the download of a model or of a tokenizer (`given`); None for a local tokenizer.
+    """Return the download of a model (`weights`) or of a tokenizer. given: the setting.
 
-    weights: download a model. Otherwise download a tokenizer. Raises ValueError for a local model.
+    Returns None for a local tokenizer. Raises ValueError for a local model.
     """
     found = _MODEL.fullmatch(given)
     if found is None or Path(given).exists():
@@ -194,7 +198,7 @@ def _gb(size: int) -> str:
 
 
 def _is_unreachable(error: BaseException) -> bool:
-    """Return whether an error of the Hub's client says that there is no connection."""
+    """Return whether an error of the Hub's client means that there is no connection."""
     from httpx2 import TransportError  # the client's own HTTP library
     from huggingface_hub import errors
 
@@ -229,9 +233,10 @@ def describe_fault(error: Exception) -> str:
 
 
 def fill_offline_dir(arguments: PreparationArguments) -> None:
-    """Download all named files into `offline_dir`; check that tokenizer and configurations load.
+    """Download the files that the settings name into `offline_dir`.
 
-    Raises ConfigurationError for a download that fails, and for a file that does not load.
+    Also check that the tokenizer and the model configurations load. Raises ConfigurationError if a
+    download or loading fails.
     """
     from huggingface_hub import is_offline_mode
     from transformers import AutoConfig

@@ -39,7 +39,7 @@ Renaming = dict[str, str]  # {column of the file: column of a row format in rows
 
 
 def naming_hint(fields: Mapping[str, Any]) -> str:
-    """Return advice for a row in an unknown format as text: --columns flags to make it readable."""
+    """Return advice for a row in an unknown format: --columns flags that make the row readable."""
     if are_messages([fields]) and {"content", "text", "value"} & fields.keys():
         return "each row is one message: put the messages of a chat into one row, as 'messages'"
     found: dict[str, Renaming] = {}
@@ -66,10 +66,10 @@ def naming_hint(fields: Mapping[str, Any]) -> str:
 
 
 def absent_columns(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the names in --columns that are no column, message key or role of the row.
+    """Return the names in --columns that do not occur in the row.
 
-    columns: pairs (name in the file, our name). Names for our roles `user`, `assistant` and `tool`
-    are not reported.
+    A name may occur as a column, a key of a message or a role. columns: pairs (name in the file,
+    our name). Names for our roles `user`, `assistant` and `tool` are not reported.
     """
     text = str(fields).replace('"', "'")  # messages may be JSON text with double quotes
     absent = [each for each in columns if each[0] not in fields and f"'{each[0]}'" not in text]
@@ -77,9 +77,9 @@ def absent_columns(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]
 
 
 def misreading(given: Mapping[str, Any], source: Source) -> str:
-    """Return why a row in a known format would be trained on wrongly; "" if the row is fine.
+    """Return why a row in a known format is unsuitable for training; "" if the row is fine.
 
-    given: the row's fields.
+    For example, the label of a KTO row tells whether the answer is good. given: the row's fields.
     """
     fields = renamed(given, source.columns)
     filtered = [name for name, _ in source.filters]
@@ -105,7 +105,7 @@ def misreading(given: Mapping[str, Any], source: Source) -> str:
 
 
 def _candidates(fields: Mapping[str, Any]) -> Iterator[tuple[str, Renaming]]:
-    """Yield (kind of document, {column: our name}) for well-known columns, the likeliest first."""
+    """Yield (kind of document, {column: our name}) for well-known columns, most likely first."""
     spelled = {name.lower(): name for name in fields}
     is_preference = "chosen" in fields
     answers: Sequence[str] = ("chosen",) if is_preference else _ANSWERS
@@ -143,7 +143,7 @@ def _chats(
 
 
 def _unknown(fields: Mapping[str, Any]) -> dict[str, Renaming]:
-    """Return {kind of document: {column: our name}} for a row with unknown column names only.
+    """Return {kind of document: {column: our name}} for a row without well-known column names.
 
     Returns {} for other rows, and for rows with lists or objects.
     """
@@ -162,7 +162,7 @@ def _unknown(fields: Mapping[str, Any]) -> dict[str, Renaming]:
 
 
 def _problem(fields: Mapping[str, Any], names: Renaming) -> str:
-    """Return why a row is unreadable even if `names` rename its columns; "" if it is readable."""
+    """Return why a row is unreadable after renaming its columns; "" if the row is readable."""
     columns = tuple(names.items())
     ours = renamed(fields, columns)
     formats = detect_formats(ours)

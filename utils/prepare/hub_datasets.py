@@ -37,7 +37,7 @@ _DATED_FILES = 100  # ask the Hub for the dates of at most this many files
 class HubDataset:
     """A Hub dataset that the settings name as a source.
 
-    revision: None for the branch main. subset: None for the default or only subset.
+    revision: None means the branch main. subset: None means the default or only subset.
     """
 
     name: str
@@ -46,7 +46,7 @@ class HubDataset:
 
     @property
     def key(self) -> str:
-        """NAME@REVISION, the key of the dataset's commit in `HubCache` and stoker.json."""
+        """NAME@REVISION. `HubCache` and stoker.json store the dataset's commit under this key."""
         return f"{self.name}@{self.revision or 'main'}"
 
 
@@ -54,9 +54,9 @@ class HubDataset:
 class Listing:
     """The files of each split in one subset of a Hub dataset, at one commit.
 
-    others: the names of the dataset's other subsets. mtime_ns: unix time, in ns, of the newest
-    commit that changed one of the first files (at most _DATED_FILES). All machines see the same
-    time, unlike the time of a local file.
+    others: the names of the dataset's other subsets. mtime_ns: the last change on the Hub of the
+    first _DATED_FILES files, as Unix time in ns. All machines see the same time, unlike the time of
+    a local file.
     """
 
     subset: str
@@ -66,7 +66,7 @@ class Listing:
 
 
 def hub_dataset(path: str, source: Source) -> HubDataset | None:
-    """Return the Hub dataset that a path of a source names; None for a local path.
+    """Return the Hub dataset that a source's path names, or None for a local path.
 
     A path that exists locally is a local path, unless it begins with hf://. Raises ValueError for a
     malformed hf:// path, and for a local path with settings that only Hub datasets have.
@@ -85,9 +85,9 @@ def hub_dataset(path: str, source: Source) -> HubDataset | None:
 class HubCache:
     """The Hub's cache: in `offline_dir`, or by default in the user's HF_HOME.
 
-    begun_with: {HubDataset.key: commit} that earlier preparations of this output_dir have read. The
-    same commits are read again, even if a dataset has changed on the Hub. commits: {HubDataset.key:
-    commit} of the datasets that `cached_files` has found in the cache.
+    begun_with: {HubDataset.key: commit} of the datasets that earlier preparations of this
+    output_dir have read. The same commits are read again, even if a dataset has changed on the Hub.
+    commits: {HubDataset.key: commit} of the datasets that `cached_files` has found in the cache.
     """
 
     def __init__(self, arguments: PreparationArguments):
@@ -103,7 +103,7 @@ class HubCache:
     def resolve(
         self, kind: Kind, name: str, revision: str | None, *, ask: bool
     ) -> "ResolvedRevision":
-        """Return the commit of a branch, tag or hash, from the Hub (`ask`) or from the cache."""
+        """Return the commit of a branch, tag or hash. ask: ask the Hub, otherwise the cache."""
         from huggingface_hub import HfApi
 
         if ask and (fault := hub_fault()):
@@ -122,8 +122,9 @@ class HubCache:
     def listing(self, dataset: HubDataset, *, ask: bool) -> tuple["ResolvedRevision", Listing]:
         """Return a dataset's commit and its Listing, which the cache stores as JSON.
 
-        ask: ask the Hub for the commit, and for a Listing that the cache lacks. Without `ask`, a
-        missing Listing raises FileNotFoundError. Raises ValueError for a missing or unknown subset.
+        ask: ask the Hub for the commit, and for the Listing if the cache lacks it. Raises
+        FileNotFoundError if the cache lacks the Listing and `ask` is false. Raises ValueError if
+        the subset is unknown, or is missing although the dataset has no default subset.
         """
         from huggingface_hub import HfApi
 
@@ -154,8 +155,8 @@ def files_of_split(
 ) -> tuple[str, Sequence[str]]:
     """Return the split that a source reads: its name, and the names of its first `max_files` files.
 
-    The split is `source.from_split` if given. Else it is the split named `source.split` or a
-    synonym (dev for validation), or the only split. Raises ValueError if there is no such split.
+    If `source.from_split` is set, this split is read. Otherwise the split is named `source.split`
+    or a synonym (dev for validation), or is the only split. Raises ValueError without such a split.
     """
     wanted = source.from_split or source.split
     by_meaning = {SPLIT_NAMES.get(name, name): name for name in listing.splits}
@@ -179,8 +180,8 @@ def cached_files(
 ) -> tuple[list[str], dict[str, tuple[str, int]]]:
     """Return the local paths of a source's files, and {local path: (url, mtime_ns)} of Hub files.
 
-    url: hf://..., the same on every machine. mtime_ns: see Listing. Adds a message to
-    `remarks.problems` for each path of the source that is faulty or not completely in the cache.
+    url: hf://..., the same on every machine. mtime_ns: see Listing. If a path of the source is
+    faulty, or its files are not all in the cache, `remarks.problems` gets a message.
     """
     paths: list[str] = []
     of_hub: dict[str, tuple[str, int]] = {}
@@ -199,7 +200,7 @@ def cached_files(
 def _cached(
     cache: HubCache, dataset: HubDataset, source: Source, remarks: Remarks
 ) -> dict[str, tuple[str, int]]:
-    """Return {local path: (url, mtime_ns)} of a dataset's files; ValueError if one is missing."""
+    """Return {local path: (url, mtime_ns)} of cached files. Raises ValueError if one is missing."""
     from huggingface_hub.errors import RevisionResolutionError
 
     not_cached = (
@@ -241,10 +242,10 @@ def refuse_uncached(arguments: PreparationArguments) -> None:
 
 
 def _read_card(dataset: HubDataset, commit: str) -> tuple[str, list[str], Splits]:
-    """Read a dataset's card from the Hub; return (subset, names of all subsets, {split: files})."""
+    """Return (subset, names of all subsets, {split: files}), read from the dataset's card."""
     from datasets import load_dataset_builder
 
-    # With an empty cache the library asks the Hub instead of answering from an older download.
+    # With an empty cache, `datasets` asks the Hub. Otherwise it may use an older download.
     with tempfile.TemporaryDirectory() as empty:
         try:
             builder = load_dataset_builder(
@@ -266,7 +267,10 @@ def _read_card(dataset: HubDataset, commit: str) -> tuple[str, list[str], Splits
 
 
 def _read_parquet_branch(dataset: HubDataset, commit: str) -> tuple[str, list[str], Splits]:
-    """Return (subset, all subsets, {split: files}), from paths SUBSET/SPLIT/NUMBER.parquet."""
+    """Return (subset, names of all subsets, {split: files}).
+
+    The files' paths tell subset and split: SUBSET/SPLIT/NUMBER.parquet.
+    """
     from huggingface_hub import HfApi
 
     names = HfApi().list_repo_files(dataset.name, repo_type="dataset", revision=commit)
