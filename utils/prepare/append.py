@@ -32,7 +32,7 @@ from utils.prepare.workspace import SETTINGS, WORKSPACE
 logger = logging.getLogger(__name__)
 
 APPEND = ".append"
-_HELD_OUT: dict[str, Any] = {"validation_fraction": 0.0, "eval_sources": []}
+_NO_HELD_OUT: dict[str, Any] = {"validation_fraction": 0.0, "eval_sources": []}
 
 
 def append(arguments: PreparationArguments) -> None:
@@ -44,13 +44,13 @@ def append(arguments: PreparationArguments) -> None:
     """
     folder = Path(arguments.output_dir)
     train, addition = folder / TRAIN, folder / APPEND
-    described = read_description(train) if train.is_dir() else None
-    if described is None or (folder / WORKSPACE).exists():
+    description = read_description(train) if train.is_dir() else None
+    if description is None or (folder / WORKSPACE).exists():
         raise ConfigurationError(
             f"output_dir: {folder}: --append needs datasets that prepare_data.py finished there "
             "(train/stoker.json): prepare the first sources without --append."
         )
-    if any(getattr(arguments, name) != value for name, value in _HELD_OUT.items()):
+    if any(getattr(arguments, name) != value for name, value in _NO_HELD_OUT.items()):
         logger.info("--append adds to train alone; held-out splits stay as they are")
     held_out = {each.parent.name for each in folder.glob(f"*/{DESCRIPTION_FILE}")} - {TRAIN}
     if held_out:
@@ -58,72 +58,72 @@ def append(arguments: PreparationArguments) -> None:
             "the new sources are not compared with %s: a document in both would be trained on",
             ", ".join(sorted(held_out)),
         )
-    given = replace(arguments, output_dir=str(addition), append=False, **_HELD_OUT)
-    planned = begin_preparation(given)
-    workspace = planned.workspace
-    with _sole_append(addition, workspace.digest, shared=given.shard is not None):
+    new_arguments = replace(arguments, output_dir=str(addition), append=False, **_NO_HELD_OUT)
+    preparation = begin_preparation(new_arguments)
+    workspace = preparation.workspace
+    with _append_lock(addition, workspace.digest, shared=new_arguments.shard is not None):
         # Read again: another append may have ended in the meantime.
-        described = read_description(train) or described
-        if _has_appended(described, workspace.digest):
-            _finish(train, addition, described)
+        description = read_description(train) or description
+        if _has_appended(description, workspace.digest):
+            _finish_append(train, addition, description)
             logger.info("%s: these sources are appended already", from_here(train))
             return
-        if problems := _problems(planned, described):
+        if problems := _append_problems(preparation, description):
             raise ConfigurationError([f"{train}: {problem}" for problem in problems])
-        if workspace.is_prepared() or finish_preparation(planned):
-            _join(train, addition)
+        if workspace.is_prepared() or finish_preparation(preparation):
+            _move_into_train(train, addition)
 
 
-def _parts(described: Description) -> list[Mapping[str, Any]]:
+def _entries(description: Description) -> list[Mapping[str, Any]]:
     """Return stoker.json's entries about preparations: the first preparation, then each append."""
-    return [described.preparation, *described.preparation.get("appended", ())]
+    return [description.preparation, *description.preparation.get("appended", ())]
 
 
-def _has_appended(described: Description, digest: str) -> bool:
-    return any(each.get("settings_sha256") == digest for each in _parts(described)[1:])
+def _has_appended(description: Description, digest: str) -> bool:
+    return any(each.get("settings_sha256") == digest for each in _entries(description)[1:])
 
 
-def _problems(planned: Preparation, described: Description) -> list[str]:
+def _append_problems(preparation: Preparation, description: Description) -> list[str]:
     """Return error messages if the planned documents cannot be appended to the dataset."""
-    problems, plan = [], planned.plan
-    if described.tokenizer.get("sha256") != planned.tokenizer_sha256:
+    problems, plan = [], preparation.plan
+    if description.tokenizer.get("sha256") != preparation.tokenizer_sha256:
         problems.append(
-            f"was made with another tokenizer than {planned.tokenizer.name_or_path}: leave out "
+            f"was made with another tokenizer than {preparation.tokenizer.name_or_path}: leave out "
             "--tokenizer_name_or_path and --add_tokens, and the dataset's own counts."
         )
-    template = planned.template_sha256 if plan.needs_chat_template else None
-    if described.chat_template_sha256 != template:
+    template = preparation.template_sha256 if plan.needs_chat_template else None
+    if description.chat_template_sha256 != template:
         problems.append("has chats of another template, or none: prepare these sources apart.")
-    settings = described.preparation.get("settings", {})
-    first, now = settings.get("sequence_length"), plan.settings.sequence_length
-    if first != now:
-        logger.warning("sequence_length: %s for the first documents, %s for these", first, now)
-    kind = settings.get("document_format")
-    if kind != plan.settings.document_format:
+    settings = description.preparation.get("settings", {})
+    old, new = settings.get("sequence_length"), plan.settings.sequence_length
+    if old != new:
+        logger.warning("sequence_length: %s for the first documents, %s for these", old, new)
+    old_format, new_format = settings.get("document_format"), plan.settings.document_format
+    if old_format != new_format:
         problems.append(
-            f"holds documents of the kind {kind}, and these are {plan.settings.document_format}: "
+            f"holds documents of the kind {old_format}, and these are {new_format}: "
             "prepare them apart; a run mixes several --train_data."
         )
-    sources = [each.get("sources") or {} for each in _parts(described)]
-    known = {digest for each in sources for digest in each.get("digests", ())}
+    sources = [each.get("sources") or {} for each in _entries(description)]
+    known_digests = {digest for each in sources for digest in each.get("digests", ())}
     if "digests" not in sources[0]:
         logger.warning(
             "an older Stoker prepared this dataset: sources that it holds already are not noticed"
         )
-    files = [file.name for file in plan.sources[TRAIN] if file.digest() in known]
-    named = {name for each in sources for name in each.get("first_files", ())}
-    if grown := [each.name for each in plan.sources[TRAIN] if each.name in named - {*files}]:
+    repeated = [file.name for file in plan.sources[TRAIN] if file.digest() in known_digests]
+    names = {name for each in sources for name in each.get("first_files", ())}
+    if changed := [each.name for each in plan.sources[TRAIN] if each.name in names - {*repeated}]:
         logger.warning(
             "%s had other contents when it was prepared before: rows that it still has come into "
-            "train twice. Give new rows in a file of their own.", ", ".join(grown[:5]),
+            "train twice. Give new rows in a file of their own.", ", ".join(changed[:5]),
         )  # fmt: skip
-    if files:
-        problems.append(f"holds {', '.join(files[:5])} already: leave that out of the sources.")
+    if repeated:
+        problems.append(f"holds {', '.join(repeated[:5])} already: leave that out of the sources.")
     return problems
 
 
 @contextmanager
-def _sole_append(addition: Path, digest: str, *, shared: bool) -> Iterator[None]:
+def _append_lock(addition: Path, digest: str, *, shared: bool) -> Iterator[None]:
     """Hold a lock on OUT/.append, so that no other append runs at the same time.
 
     addition: the folder OUT/.append. digest: the hash of the sources and settings to append.
@@ -144,12 +144,12 @@ def _sole_append(addition: Path, digest: str, *, shared: bool) -> Iterator[None]
             raise ConfigurationError(
                 f"{addition}: another append has just ended: repeat the command."
             )
-        begun, other = addition / WORKSPACE, None
-        if any(begun.glob("unit-*.json")):  # finished work units
-            other = read_object(begun / SETTINGS).get("digest")
+        workspace, earlier_digest = addition / WORKSPACE, None
+        if any(workspace.glob("unit-*.json")):  # finished work units
+            earlier_digest = read_object(workspace / SETTINGS).get("digest")
         if (prepared := read_description(addition / TRAIN)) is not None:
-            other = prepared.preparation.get("settings_sha256")
-        if other not in (None, digest):
+            earlier_digest = prepared.preparation.get("settings_sha256")
+        if earlier_digest not in (None, digest):
             raise ConfigurationError(
                 f"{addition}: holds an unfinished append of other sources or settings: finish it "
                 "with its command, or remove this folder."
@@ -161,7 +161,7 @@ def _sole_append(addition: Path, digest: str, *, shared: bool) -> Iterator[None]
         os.close(lock)
 
 
-def _join(train: Path, addition: Path) -> None:
+def _move_into_train(train: Path, addition: Path) -> None:
     """Move the new Arrow files to OUT/train. Write a stoker.json for old and new documents."""
     old = open_token_dataset(train).description  # refuses damaged files
     added = read_description(addition / TRAIN)
@@ -171,30 +171,30 @@ def _join(train: Path, addition: Path) -> None:
         files.append(train / f"data-append{len(old.earlier) + 1:03d}-{number:05d}.arrow")
         if (addition / TRAIN / name).exists():
             (addition / TRAIN / name).replace(files[-1])
-    former = {"statistics": asdict(old.statistics), "fingerprint": old.fingerprint}
-    appended = [*_parts(old)[1:], added.preparation]
+    old_state = {"statistics": asdict(old.statistics), "fingerprint": old.fingerprint}
+    appended = [*_entries(old)[1:], added.preparation]
     dataset = describe_split(
         train,
         files,
         tokenizer=old.tokenizer,
         chat_template_sha256=old.chat_template_sha256,
         preparation={**old.preparation, "appended": appended},
-        earlier=[*old.earlier, {**former, "files": len(old.files)}],
+        earlier=[*old.earlier, {**old_state, "files": len(old.files)}],
     )
-    _finish(train, addition, dataset.description)
-    found, new = dataset.description.statistics, added.statistics
+    _finish_append(train, addition, dataset.description)
+    total, new = dataset.description.statistics, added.statistics
     logger.info(
         f"{from_here(train)}: {new.documents:,} documents and {new.tokens:,} tokens appended, now "
-        f"{found.documents:,} and {found.tokens:,}. Runs that began before keep their documents."
+        f"{total.documents:,} and {total.tokens:,}. Runs that began before keep their documents."
     )
 
 
-def _finish(train: Path, addition: Path, described: Description) -> None:
+def _finish_append(train: Path, addition: Path, description: Description) -> None:
     """List all Arrow files in state.json, which `datasets` reads. Delete OUT/.append."""
-    if [file.name for file in data_files(train)] != list(described.files):
+    if [file.name for file in data_files(train)] != list(description.files):
         state = read_object(train / STATE_FILE)
-        state["_data_files"] = [{"filename": name} for name in described.files]
-        state["_fingerprint"] = hashlib.sha256(described.fingerprint.encode()).hexdigest()[:16]
+        state["_data_files"] = [{"filename": name} for name in description.files]
+        state["_fingerprint"] = hashlib.sha256(description.fingerprint.encode()).hexdigest()[:16]
         replace_text(train / STATE_FILE, json.dumps(state, indent=2))
     finished = addition.with_name(f"{APPEND}.finished")
     if addition.exists():

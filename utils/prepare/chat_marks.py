@@ -61,23 +61,27 @@ class MarkedChat:
         self.chat = chat
         self._template = template
         count = KINDS * len(chat.messages)
-        for self._first in range(RARE.start, RARE.stop - count, count):
-            self._pattern = re.compile(f"[{chr(self._first)}-{chr(self._first + count - 1)}]")
+        for self._first_code in range(RARE.start, RARE.stop - count, count):
+            self._pattern = re.compile(
+                f"[{chr(self._first_code)}-{chr(self._first_code + count - 1)}]"
+            )
             if not self._pattern.search(text):
                 break
         else:
             problem = "it has too many messages, or too many rare letters"
             raise UnusableRowError("template_refused", problem)
         # Try with marked empty texts first, then without: some templates test for empty texts.
-        for self._marks_empty in (False,) if template.has_markers else (True, False):
+        for self._mark_empty in (False,) if template.has_markers else (True, False):
             self.expected: Counter[tuple[int, int]] = Counter()
             self._marked_texts: list[tuple[int, int, str]] = []
-            self.messages = [self._message(i, message) for i, message in enumerate(chat.messages)]
+            self.messages = [
+                self._mark_message(i, message) for i, message in enumerate(chat.messages)
+            ]
             try:
                 rendering = self.rendered(self.messages)
             except Exception:  # a template may raise anything when it refuses the marks
                 rendering = ""
-            self.text, self.marks = self._without_marks(rendering)
+            self.text, self.marks = self._separate_marks(rendering)
             if self.text == text:
                 break
         else:
@@ -86,7 +90,7 @@ class MarkedChat:
                 "the chat template escapes or compares texts, so the assistant's cannot be told "
                 "from others' (--chat_template takes a template that prints texts as they are)",
             )
-        self._check_words(rendering)
+        self._check_texts(rendering)
         self.indices = [mark.at for mark in self.marks]
         self.marks_of: dict[int, list[int]] = {}
         for number, mark in enumerate(self.marks):
@@ -125,99 +129,102 @@ class MarkedChat:
 
     def behind_words(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
         """Render marked messages. Return the text after their last mark, without marks."""
-        text, marks = self._without_marks(self.rendered(messages, generation_prompt))
+        text, marks = self._separate_marks(self.rendered(messages, generation_prompt))
         return text[max((mark.at for mark in marks if mark.message != NO_MESSAGE), default=0) :]
 
-    def _without_marks(self, rendering: str) -> tuple[str, list[Mark]]:
-        found = []
+    def _separate_marks(self, rendering: str) -> tuple[str, list[Mark]]:
+        marks = []
         names: Counter[int] = Counter()
         for number, match in enumerate(self._pattern.finditer(rendering)):
-            message, kind = divmod(ord(match.group()) - self._first, KINDS)
+            message, kind = divmod(ord(match.group()) - self._first_code, KINDS)
             names[message] += kind == NAME
             if kind == NAME and names[message] > self.expected[message, NAME]:
                 message = NO_MESSAGE
-            found.append(Mark(match.start() - number, message, kind))
-        return self._pattern.sub("", rendering), found
+            marks.append(Mark(match.start() - number, message, kind))
+        return self._pattern.sub("", rendering), marks
 
     # --- marking
 
-    def _message(self, index: int, message: Message) -> dict[str, Any]:
+    def _mark_message(self, index: int, message: Message) -> dict[str, Any]:
         calls = message.get("tool_calls") or []
         # A mark in the empty text of a message with calls would hide that its calls are dropped.
-        can_be_empty = not calls and self._marks_empty
+        mark_empty = not calls and self._mark_empty
         content, reasoning = message["content"], message.get("reasoning_content")
         if isinstance(content, str):
-            marked = {**message, "content": self._text(content, index, CONTENT, can_be_empty)}
+            marked = {**message, "content": self._mark_text(content, index, CONTENT, mark_empty)}
         else:
-            marked = {**message, "content": [self._part(index, part) for part in content]}
+            marked = {**message, "content": [self._mark_part(index, part) for part in content]}
         if isinstance(reasoning, str):
-            text = self._text(reasoning, index, REASONING, can_be_empty)
+            text = self._mark_text(reasoning, index, REASONING, mark_empty)
             marked |= {name: text for name in REASONING_NAMES if name in message}
         if calls:
-            marked["tool_calls"] = [self._call(index, call) for call in calls]
+            marked["tool_calls"] = [self._mark_call(index, call) for call in calls]
         return marked
 
-    def _part(self, index: int, part: Mapping[str, str]) -> dict[str, str]:
+    def _mark_part(self, index: int, part: Mapping[str, str]) -> dict[str, str]:
         """Return a content part ({"type": T, T: text}) with marks around its text."""
         name = part["type"]
         kind = REASONING if name == "thinking" else CONTENT
-        return {"type": name, name: self._text(part[name], index, kind, self._marks_empty)}
+        return {"type": name, name: self._mark_text(part[name], index, kind, self._mark_empty)}
 
-    def _text(self, text: str, index: int, kind: int, can_be_empty: bool = False) -> str:
+    def _mark_text(self, text: str, index: int, kind: int, mark_empty: bool = False) -> str:
         """Return `text` with a mark (a rare letter) before and after each piece between its tags.
 
         index: the message's index. kind: the kind of the marks, such as CONTENT. With CONTENT,
-        pieces between <think> and </think> get the kind REASONING. can_be_empty: put one mark into
-        an empty text.
+        pieces between <think> and </think> get the kind REASONING. mark_empty: put one mark into an
+        empty text.
         """
         if not text.strip():
-            return self._mark(index, kind) + text if can_be_empty else text
+            return self._mark(index, kind) + text if mark_empty else text
         pieces = TAGS.split(text)
         tags = [tag for piece in pieces[1::2] if (tag := THINKING.fullmatch(piece))]
         # If the first tag closes a thought, the text begins inside a thought: the prompt opened it.
-        thinks = kind == CONTENT and bool(tags) and bool(tags[0][1])
+        is_reasoning = kind == CONTENT and bool(tags) and bool(tags[0][1])
         for number, piece in enumerate(pieces):
             if number % 2:
                 tag = THINKING.fullmatch(piece)
-                thinks = thinks if tag is None or kind != CONTENT else not tag[1]
-            elif core := piece.strip():
-                of = REASONING if thinks else kind
-                pieces[number] = piece.replace(core, self._surrounded(core, index, of), 1)
+                is_reasoning = is_reasoning if tag is None or kind != CONTENT else not tag[1]
+            elif words := piece.strip():
+                piece_kind = REASONING if is_reasoning else kind
+                marked = self._between_marks(words, index, piece_kind)
+                pieces[number] = piece.replace(words, marked, 1)
         if len(pieces) > 1:
             mark = self._mark(index, kind)
             pieces[0] += "" if pieces[0].strip() else mark
             pieces[-1] = ("" if pieces[-1].strip() else mark) + pieces[-1]
         return "".join(pieces)
 
-    def _surrounded(self, text: str, index: int, kind: int) -> str:
+    def _between_marks(self, text: str, index: int, kind: int) -> str:
         self.expected[index, kind] += 2
         self._marked_texts.append((index, kind, text))
         return self._mark(index, kind) + text + self._mark(index, kind)
 
     def _mark(self, index: int, kind: int) -> str:
-        return chr(self._first + index * KINDS + kind)
+        return chr(self._first_code + index * KINDS + kind)
 
-    def _call(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
+    def _mark_call(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
         before = self.expected[index, CALL]
-        function["arguments"] = self._value(function["arguments"], index)
+        function["arguments"] = self._mark_value(function["arguments"], index)
         if self.expected[index, CALL] == before:
             if call.get("id") and self._template.prints_ids:
-                return {**call, "id": self._surrounded(call["id"], index, NAME)}
-            function["name"] = self._surrounded(function["name"], index, NAME)
+                return {**call, "id": self._between_marks(call["id"], index, NAME)}
+            function["name"] = self._between_marks(function["name"], index, NAME)
         return {**call, "function": function}
 
-    def _value(self, value: Any, index: int) -> Any:
+    def _mark_value(self, value: Any, index: int) -> Any:
         """Return a tool call's JSON value with marks around every string. Keys get no marks."""
         if isinstance(value, str):
-            return self._text(value, index, CALL)
+            return self._mark_text(value, index, CALL)
         if isinstance(value, Mapping):
-            return {key: self._value(item, index) for key, item in value.items()}
-        return [self._value(item, index) for item in value] if isinstance(value, list) else value
+            return {key: self._mark_value(item, index) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._mark_value(item, index) for item in value]
+        return value
 
     # --- checks
 
-    def _check_words(self, rendering: str) -> None:
+    def _check_texts(self, rendering: str) -> None:
         """Raise UnusableRowError if a text is printed in a changed form. Escapes are allowed."""
         for index, kind, text in self._marked_texts:
             mark = self._mark(index, kind)
@@ -242,16 +249,16 @@ class MarkedChat:
         Many templates leave out the reasoning of earlier turns. Raises UnusableRowError if the
         rendering lacks the last turn's reasoning, any other text of a message, or a tool.
         """
-        found = Counter((mark.message, mark.kind) for mark in self.marks)
-        left_out = [key for key, expected in self.expected.items() if found[key] < expected]
+        printed = Counter((mark.message, mark.kind) for mark in self.marks)
+        left_out = [key for key, expected in self.expected.items() if printed[key] < expected]
         for index, kind in left_out:
             is_past = any(message["role"] != "tool" for message in self.messages[index + 1 :])
             if kind != REASONING or not is_past:
-                what = {CONTENT: "content", REASONING: "reasoning"}.get(kind, "tool calls")
-                problem = LEFT_OUT.format(f"its {what}")
+                part = {CONTENT: "content", REASONING: "reasoning"}.get(kind, "tool calls")
+                problem = LEFT_OUT.format(f"its {part}")
                 if kind == REASONING and (setting := self._setting_that_prints(index, kind)):
                     problem += f"; or set chat_template_kwargs: {setting}, which prints it"
-                raise self.refused(index, problem, f"{what.replace(' ', '_')}_left_out")
+                raise self.refused(index, problem, f"{part.replace(' ', '_')}_left_out")
         for index, message in enumerate(self.chat.messages):
             for word in words_of_calls(message):
                 if word not in self.text:

@@ -63,12 +63,11 @@ class ChatMasks:
             raise
         except Exception as error:
             message = f"the chat template refuses this conversation ({reason(error)})"
-            if self._takes_without_system(document):
+            if self._accepts_without_system(document):
                 message += ": put the text of the system message into the first user message"
             raise UnusableRowError("template_refused", message) from error
 
-    def _takes_without_system(self, document: ChatDocument) -> bool:
-        """Return whether the template takes this chat without its system message."""
+    def _accepts_without_system(self, document: ChatDocument) -> bool:
         if document.messages[0]["role"] != "system":
             return False
         with suppress(Exception):
@@ -120,27 +119,35 @@ class ChatMasks:
         The spans must contain the turn's texts, its tool calls and the token that ends the turn,
         but no text of another message. turn: the message index. text: the rendering.
         """
-        words = [chat.indices[number] for number in chat.marks_of.get(turn, ())]
+        text_indices = [chat.indices[number] for number in chat.marks_of.get(turn, ())]
         # The generation prompt may already have the tags that begin a text, such as <think>.
         start = spans[0][0] if spans else 0
-        words = [max(n, start) if not TAGS.sub("", text[n:start]).strip() else n for n in words]
-        between = [(bisect_right(chat.indices, a), bisect_left(chat.indices, b)) for a, b in spans]
-        inside = {mark.message for first, last in between for mark in chat.marks[first:last]}
+        text_indices = [
+            max(index, start) if not TAGS.sub("", text[index:start]).strip() else index
+            for index in text_indices
+        ]
+        mark_ranges = [
+            (bisect_right(chat.indices, low), bisect_left(chat.indices, high))
+            for low, high in spans
+        ]
+        messages_inside = {
+            mark.message for first, last in mark_ranges for mark in chat.marks[first:last]
+        }
         trained = "".join(text[slice(*span)] for span in spans)
         stop = self._turns.stop
-        written = json.dumps(chat.messages[turn], ensure_ascii=False).count(stop)
+        stops_in_message = json.dumps(chat.messages[turn], ensure_ascii=False).count(stop)
         ending = text[slice(*spans[-1])].rstrip() if spans else ""
-        unsaid = [word for word in words_of_calls(chat.chat.messages[turn]) if word not in trained]
+        missing = [word for word in words_of_calls(chat.chat.messages[turn]) if word not in trained]
         problem, reason = "", "mask_incomplete"
-        if not all(any(low <= index <= high for low, high in spans) for index in words):
+        if not all(any(low <= index <= high for low, high in spans) for index in text_indices):
             problem = "some of its words would not be trained on"
-        elif unsaid:
-            problem = f"{unsaid[0]!r} of its calls would not be trained on"
+        elif missing:
+            problem = f"{missing[0]!r} of its calls would not be trained on"
             if self.template.prints_ids:
                 problem += " (the template prints ids in place of names: functions.NAME:0)"
-        elif inside - {turn, NO_MESSAGE}:
+        elif messages_inside - {turn, NO_MESSAGE}:
             problem, reason = "words of another message would be trained on", "mask_too_wide"
-        elif trained.count(stop) > written + 1:
+        elif trained.count(stop) > stops_in_message + 1:
             problem, reason = "the template prints it as two turns", "mask_too_wide"
         elif not any(match.end() == len(ending) for match in self._turns.added.finditer(ending)):
             problem = "the token that ends it would not be trained on"
@@ -157,13 +164,13 @@ def _spans_of_blocks(
     turn that has a mark inside the block. If no turn has a mark inside, the block belongs to the
     next turn after the last message that has a mark before the block.
     """
-    own: dict[int, list[Span]] = {turn: [] for turn in turns}
+    spans: dict[int, list[Span]] = {turn: [] for turn in turns}
     for start, stop in blocks:
         if start == stop:
             continue
-        inside = [m.message for m in chat.marks if start <= m.at <= stop and m.message in own]
+        inside = [m.message for m in chat.marks if start <= m.at <= stop and m.message in spans]
         earlier = max((mark.message for mark in chat.marks if mark.at <= start), default=-1)
         turn = min(inside, default=next((turn for turn in turns if turn > earlier), None))
         if turn is not None:
-            own[turn].append((start, stop))
-    return own
+            spans[turn].append((start, stop))
+    return spans

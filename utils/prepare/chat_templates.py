@@ -84,10 +84,10 @@ class ChatTemplate:
 
     def adapted(self, messages: Iterable[Message]) -> list[dict[str, Any]]:
         """Return messages with content, reasoning and calls in the form that the template reads."""
-        found = []
+        adapted_messages = []
         for message in messages:
             adapted = {"content": ""} | {k: v for k, v in message.items() if v is not None}
-            if self._reads_parts:
+            if self._reads_content_parts:
                 adapted["content"] = [{"type": "text", "text": adapted["content"]}]
             reasoning = [adapted[name] for name in REASONING_NAMES if name in adapted]
             if reasoning and self._reads_thoughts_as_parts:
@@ -97,12 +97,14 @@ class ChatTemplate:
             elif reasoning:
                 adapted |= dict.fromkeys(REASONING_NAMES[:2], reasoning[0])
             if calls := adapted.pop("tool_calls", None):
-                adapted["tool_calls"] = [_adapted_call(call, self._reads_objects) for call in calls]
-            found.append(adapted)
-        return found
+                adapted["tool_calls"] = [
+                    _adapted_call(call, self._reads_arguments_as_objects) for call in calls
+                ]
+            adapted_messages.append(adapted)
+        return adapted_messages
 
     @cached_property
-    def _reads_parts(self) -> bool:
+    def _reads_content_parts(self) -> bool:
         """Whether the template prints a message's content only as a list of parts, not as text."""
         text = "stoker probes"
         parts = [{"type": "text", "text": text}]
@@ -122,7 +124,7 @@ class ChatTemplate:
         return thought not in self._render_reply(reply)
 
     @cached_property
-    def _reads_objects(self) -> bool:
+    def _reads_arguments_as_objects(self) -> bool:
         """Whether the template reads the arguments of tool calls as objects, not as JSON text."""
         for as_object in (True, False):
             text = self._render_call({"stoker": "probe"}, as_object)
@@ -134,7 +136,7 @@ class ChatTemplate:
     @cached_property
     def prints_ids(self) -> bool:
         """Whether the template prints a call's id, not the tool's name (Kimi: functions.NAME:0)."""
-        text = self._render_call({}, self._reads_objects)
+        text = self._render_call({}, self._reads_arguments_as_objects)
         return "look_up" not in text and PROBE_ID in text
 
     def _render_call(self, arguments: Mapping[str, Any], as_object: bool) -> str:
@@ -165,7 +167,7 @@ def _adapted_call(call: Mapping[str, Any], as_object: bool) -> dict[str, Any]:
 
 def has_thought(message: Message) -> bool:
     """Return whether a message is an answer with reasoning. An empty thought does not count."""
-    said = str(message.get("content"))
-    if message["role"] != ASSISTANT or EMPTY_THOUGHT.search(said):
+    content = str(message.get("content"))
+    if message["role"] != ASSISTANT or EMPTY_THOUGHT.search(content):
         return False
-    return bool(message.get("reasoning_content") or re.search(r"</\w*think\w*>", said))
+    return bool(message.get("reasoning_content") or re.search(r"</\w*think\w*>", content))

@@ -26,7 +26,7 @@ from utils.prepare.values import ASSISTANT
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CACHED = 20_000  # maximum entries in the cache of delimiters; most templates need a few dozen
+CACHE_SIZE = 20_000  # maximum entries in the cache of delimiters; most templates need a few dozen
 PROBE = "probe"
 LEADING_TAGS = re.compile(rf"(?:\s*{TAGS.pattern})+\s*")
 PARTIAL_TAG = re.compile(r"\s*(?:[<\[][|/\w]*)?")
@@ -53,8 +53,8 @@ class TurnDelimiter:
         self._template = template
         added = tokenizer.added_tokens_decoder.values()
         special = {str(t) for t in added if t.special} | set(tokenizer.all_special_tokens)
-        self._specials = _pattern(special)
-        self.added = _pattern(special | {str(t) for t in added})
+        self._specials = _token_pattern(special)
+        self.added = _token_pattern(special | {str(t) for t in added})
         self.stop = str(tokenizer.eos_token)
         self._standing_headers: dict[Any, str] = {}
         self._delimiters: dict[Any, tuple[int, int, str]] = {}
@@ -73,11 +73,11 @@ class TurnDelimiter:
             low, first, behind, high = chat.bounds(turn)
             tags = LEADING_TAGS.match(chat.text, first, behind)
             gap, following = chat.text[low : tags.end() if tags else first], chat.text[behind:high]
-            key = self._key(chat, turn, gap, following)
+            key = self._cache_key(chat, turn, gap, following)
             found = self._delimiters.get(key)
             if found is None:
                 found = (self._header_length(chat, turn, gap), *self._end(chat, turn, following))
-                if len(self._delimiters) > CACHED:
+                if len(self._delimiters) > CACHE_SIZE:
                     self._delimiters.clear()
                 if not re.search(r"\d", found[2]):  # a text with a number fits only this turn
                     self._delimiters[key] = found
@@ -89,9 +89,9 @@ class TurnDelimiter:
         return spans, closing
 
     @staticmethod
-    def _key(chat: MarkedChat, turn: int, gap: str, following: str) -> tuple[Any, ...]:
+    def _cache_key(chat: MarkedChat, turn: int, gap: str, following: str) -> tuple[Any, ...]:
         """Return a cache key. Turns with equal keys have headers and endings of equal length."""
-        given, messages = chat.chat, chat.chat.messages
+        plain, messages = chat.chat, chat.chat.messages
         ids = [call.get("id") for call in messages[turn].get("tool_calls") or []]
         numbers = "|".join([*map(re.escape, filter(None, ids)), r"\d"])
         texts = [re.sub(numbers, lambda m: "0" * len(m[0]), text) for text in (gap, following)]
@@ -101,7 +101,7 @@ class TurnDelimiter:
             for message in messages[max(turn - 1, 0) : turn + 2]
         ]
         is_last = turn == len(messages) - 1
-        return *texts, turn == 0, is_last, bool(given.tools), repr((kinds, given.template_options))
+        return *texts, turn == 0, is_last, bool(plain.tools), repr((kinds, plain.template_options))
 
     # --- the start of a turn
 
@@ -118,9 +118,9 @@ class TurnDelimiter:
         bare, prompt = self._endings(chat, [self._question]) or ("", "")
         opening = prompt.removeprefix(_common_prefix(prompt, bare))
         role = re.sub(r"(?:\s*</?think>\s*)+$", "", opening) + "\n"
-        for known in (opening, role):
-            if known.strip() and known in gap:
-                return gap.rindex(known) + len(known)
+        for candidate in (opening, role):
+            if candidate.strip() and candidate in gap:
+                return gap.rindex(candidate) + len(candidate)
         problem = (
             f"the chat template opens it with {shown(gap[-80:])}, and its generation prompt is "
             f"{shown(endings[1][-80:] if endings else '')} (--chat_template takes a template in "
@@ -137,8 +137,8 @@ class TurnDelimiter:
         bare: the text after the previous message's words, if the chat ends there. prompt: the same
         text, if a generation prompt is requested.
         """
-        closed = self._end_of_last_message(chat, turn, gap, bare)
-        reply, _, _ = self._followed_by(chat, turn, {"role": ASSISTANT}).partition(PROBE)
+        closed = self._end_of_previous_message(chat, turn, gap, bare)
+        reply, _, _ = self._text_with_next(chat, turn, {"role": ASSISTANT}).partition(PROBE)
         if prompt == closed:
             # The template has no generation prompt. Use the text that it prints before any reply.
             if not reply.startswith(bare) or re.search(r"\w", reply[len(bare) :]):
@@ -183,10 +183,10 @@ class TurnDelimiter:
         has_words = re.search(r"\w", TAGS.sub("", header))
         return -1 if is_other or has_words else cut
 
-    def _end_of_last_message(self, chat: MarkedChat, turn: int, gap: str, bare: str) -> str:
+    def _end_of_previous_message(self, chat: MarkedChat, turn: int, gap: str, bare: str) -> str:
         """Return the text that ends the message before the turn: `bare` without a turn's header."""
         for role in ("user", "tool"):
-            before, probe, _ = self._followed_by(chat, turn, {"role": role}).rpartition(PROBE)
+            before, probe, _ = self._text_with_next(chat, turn, {"role": role}).rpartition(PROBE)
             if probe:
                 closed = _common_ignoring_blanks(before, bare)[1]
                 return bare[:closed] if _common_ignoring_blanks(gap, bare)[1] > closed else bare
@@ -248,16 +248,16 @@ class TurnDelimiter:
                 "ends turns with a token)",
             )
         length, closing = found
-        left = printed[length:]
+        remainder = printed[length:]
         # After the end may come special tokens, or a text that also comes after a question.
         if (
             not closing
             and continued.startswith(ended[:length])
-            and self._specials.sub("", left.replace(self.stop, "")).strip()
+            and self._specials.sub("", remainder.replace(self.stop, "")).strip()
         ):
             question, _ = self._endings(chat, [self._question]) or ("", "")
-            if not question.rstrip().endswith(left.strip()):
-                problem = f"the template prints {shown(left)} behind the token that ends it"
+            if not question.rstrip().endswith(remainder.strip()):
+                problem = f"the template prints {shown(remainder)} behind the token that ends it"
                 raise chat.refused(turn, problem, "mask_incomplete")
         return found
 
@@ -266,20 +266,21 @@ class TurnDelimiter:
     ) -> tuple[int, str] | None:
         """Return what `_end` returns for a turn with tool calls, or None if nothing ends it."""
         is_last = turn == len(chat.messages) - 1
-        answer = self._followed_by(chat, turn, {"role": ASSISTANT}).rpartition(PROBE)[2].strip()
+        answer = self._text_with_next(chat, turn, {"role": ASSISTANT}).rpartition(PROBE)[2].strip()
         plain = answer.removesuffix(self._standing_header(chat)).strip()
         found = None
         if ended.rstrip().endswith(plain):  # calls end as answers do
-            done = at = len(ended.rstrip()) - len(plain)
-            if plain and not continued.startswith(ended[:done]):
-                at = continued.find(plain)  # `continued` has more of the calls before their end
-            if at >= 0:
-                found = self._end_of_turn(chat, ended[done:], continued[at:], is_last)
+            start = other_start = len(ended.rstrip()) - len(plain)
+            if plain and not continued.startswith(ended[:start]):
+                # `continued` has more of the calls before their end.
+                other_start = continued.find(plain)
+            if other_start >= 0:
+                found = self._end_of_turn(chat, ended[start:], continued[other_start:], is_last)
             if found:
-                found = found[0] + (done if is_last else at), found[1]
+                found = found[0] + (start if is_last else other_start), found[1]
         if found is None or found[1] == self.stop:
-            own = self._end_of_all_calls(chat, turn, ended, continued)
-            found = (own, "") if own else found
+            end = self._end_of_all_calls(chat, turn, ended, continued)
+            found = (end, "") if end else found
         return found
 
     def _end_of_all_calls(self, chat: MarkedChat, turn: int, ended: str, continued: str) -> int:
@@ -346,9 +347,9 @@ class TurnDelimiter:
         if calls := chat.chat.messages[turn].get("tool_calls"):
             name, number = calls[-1]["function"].get("name", ""), calls[-1].get("id", PROBE_ID)
             answer = {"role": "tool", "name": name, "tool_call_id": number}
-        return self._followed_by(chat, turn + 1, answer).rpartition(PROBE)[0]
+        return self._text_with_next(chat, turn + 1, answer).rpartition(PROBE)[0]
 
-    def _followed_by(self, chat: MarkedChat, turn: int, message: Message) -> str:
+    def _text_with_next(self, chat: MarkedChat, turn: int, message: Message) -> str:
         """Return the text behind the words of messages[:turn], if only `message` follows.
 
         PROBE replaces the content of `message`. The returned text includes PROBE. The text is "" if
@@ -393,6 +394,6 @@ def _common_prefix(one: str, two: str) -> str:
     return commonprefix([one, two])  # noqa: RUF071 - compares letters, as it should here
 
 
-def _pattern(tokens: set[str]) -> re.Pattern[str]:
+def _token_pattern(tokens: set[str]) -> re.Pattern[str]:
     words = sorted((t for t in tokens if t.strip()), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, words)) or "(?!)")

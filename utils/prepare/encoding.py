@@ -65,11 +65,11 @@ class SpecialTokens:
         Special tokens that `ids` already has are left out. EOS always ends a document, even if the
         tokenizer itself does not add EOS.
         """
-        nothing = self.before[:0].astype(ids.dtype)
+        empty = self.before[:0].astype(ids.dtype)
         begins = np.array_equal(ids[: self.before.size], self.before)
-        before = nothing if begins else self.before.astype(ids.dtype)
+        before = empty if begins else self.before.astype(ids.dtype)
         if ids.size and ids[-1] == self.end:
-            return before, nothing
+            return before, empty
         has_end = self.behind.size and self.behind[-1] == self.end
         behind = self.behind if has_end else np.append(self.behind, self.end)
         return before, behind.astype(ids.dtype)
@@ -148,10 +148,10 @@ def load_prompts(
     """
     template = ChatTemplate(tokenizer) if chats and tokenizer.chat_template is not None else None
     prompts, problems = [], []
-    for where, line in _prompt_lines(entries):
+    for origin, line in _prompt_lines(entries):
         try:
-            fields = json.loads(line) if where.partition(":")[0].endswith(".jsonl") else line
-            prompt = _prompt(fields, tokenizer, template)
+            fields = json.loads(line) if origin.partition(":")[0].endswith(".jsonl") else line
+            prompt = _parse_prompt(fields, tokenizer, template)
             if not 0 < len(prompt.token_ids) <= most_tokens:
                 raise ValueError(
                     f"it has {len(prompt.token_ids):,} tokens, and the model takes 1 to "
@@ -161,7 +161,7 @@ def load_prompts(
         except ConfigurationError:
             raise  # the template took too much time or memory, as it would for every prompt
         except Exception as error:  # also an error of the template
-            problems.append(f"sample_prompts {where}: {reason(error)}")
+            problems.append(f"sample_prompts {origin}: {reason(error)}")
     if problems:
         raise ConfigurationError(problems)
     return prompts
@@ -188,25 +188,25 @@ def _prompt_lines(entries: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield from numbered
 
 
-def _prompt(
+def _parse_prompt(
     fields: Any, tokenizer: "PreTrainedTokenizerBase", template: ChatTemplate | None
 ) -> Prompt:
     """Return the prompt of a text or a .jsonl object. Faulty input may raise any Exception."""
     record = fields if isinstance(fields, dict) else {"prompt": fields}
     key = "messages" if "messages" in record else "prompt"
-    asked = record.get(key)
-    if isinstance(asked, str) and template is None:
-        return Prompt(asked, prompt_ids(tokenizer, asked))
-    if template is None or not asked:
+    value = record.get(key)
+    if isinstance(value, str) and template is None:
+        return Prompt(value, prompt_ids(tokenizer, value))
+    if template is None or not value:
         what = "`prompt` or `messages`" if template else "`prompt`; there are no chats here"
         raise ValueError(f"give a text, or an object with {what}")
-    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     chat = document_fields(record | {key: messages}, "messages", [(key, "messages")])
     adapted = template.adapted(chat["messages"])
     document = ChatDocument(adapted, PROBE, chat["tools"], chat["chat_template_kwargs"])
     text = template.render(document, generation_prompt=True)
-    shown = str(chat["messages"][-1]["content"])
-    return Prompt(shown, tokenizer(text, add_special_tokens=False)["input_ids"])
+    last_message = str(chat["messages"][-1]["content"])
+    return Prompt(last_message, tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 # --- gigatoken

@@ -103,39 +103,43 @@ def _missing_files(
     Raises ConfigurationError for unknown names. If `offline_dir` is set, an unreachable Hub also
     raises ConfigurationError.
     """
-    named: list[tuple[str, Any]] = [
+    datasets: list[tuple[str, Any]] = [
         (path, source) for source in sources_of(arguments) for path in source.paths
     ]
-    weights = dict.fromkeys(arguments.models, True)
+    models = dict.fromkeys(arguments.models, True)
     if arguments.tokenizer_name_or_path:
-        weights = {arguments.tokenizer_name_or_path: False} | weights
+        models = {arguments.tokenizer_name_or_path: False} | models
     folders: dict[str, Path] = {}
     sizes: dict[str, int] = {}  # by path
     downloads: list[Download] = []
     problems: dict[str, list[str]] = {}  # names by fault
-    for given, detail in [*named, *weights.items()]:
+    for name, detail in [*datasets, *models.items()]:
         try:
-            wanted = (_dataset if isinstance(detail, Source) else _model)(cache, given, detail)
-            files = wanted.run(cache, dry_run=True) if wanted else []
+            download = (_dataset_download if isinstance(detail, Source) else _model_download)(
+                cache, name, detail
+            )
+            files = download.run(cache, dry_run=True) if download else []
             if detail is True and not any(file.filename.endswith(".safetensors") for file in files):
                 raise ValueError("has no weights as safetensors, and others are not loaded")
         except Exception as error:
-            if _is_unreachable(error) and not arguments.offline_dir:
+            if _is_connection_error(error) and not arguments.offline_dir:
                 logger.warning("%s: using the cache of the Hub", error.__cause__ or error)
                 stay_offline()
                 return fetch(arguments), [], 0
-            problems.setdefault(describe_fault(error), []).append(given)
+            problems.setdefault(describe_fault(error), []).append(name)
             continue
-        if wanted:
-            folders[given] = cache.snapshot(wanted.kind, wanted.name, wanted.revision.resolved)
+        if download:
+            folders[name] = cache.snapshot(download.kind, download.name, download.revision.resolved)
         # huggingface_hub counts a file as cached if its blob exists, even if the snapshot lacks it.
-        absent = [file for file in files if not Path(file.local_path).exists()]
-        absent = [file for file in absent if file.local_path not in sizes]
-        if wanted and absent:
-            own = {file.local_path: file.file_size or 0 for file in absent}
-            logger.info(f"to download: {wanted}: {len(own)} files, {_gb(sum(own.values()))}")
-            downloads.append(wanted)
-            sizes |= own
+        missing = [file for file in files if not Path(file.local_path).exists()]
+        missing = [file for file in missing if file.local_path not in sizes]
+        if download and missing:
+            new_sizes = {file.local_path: file.file_size or 0 for file in missing}
+            logger.info(
+                f"to download: {download}: {len(missing)} files, {_gb(sum(new_sizes.values()))}"
+            )
+            downloads.append(download)
+            sizes |= new_sizes
     if problems:
         raise ConfigurationError(
             [f"{', '.join(names)}: {text}" for text, names in problems.items()]
@@ -143,7 +147,7 @@ def _missing_files(
     return folders, downloads, sum(sizes.values())
 
 
-def _dataset(cache: HubCache, path: str, source: Source) -> Download | None:
+def _dataset_download(cache: HubCache, path: str, source: Source) -> Download | None:
     """Return the download of a Hub dataset, or None for a local path.
 
     Raises ValueError if there is no such dataset, split or path.
@@ -161,20 +165,20 @@ def _dataset(cache: HubCache, path: str, source: Source) -> Download | None:
     return Download("dataset", dataset.name, f", {listing.subset}, {split}", revision, patterns)
 
 
-def _model(cache: HubCache, given: str, weights: bool) -> Download | None:
-    """Return the download of a model (`weights`) or of a tokenizer. given: the setting.
+def _model_download(cache: HubCache, name: str, weights: bool) -> Download | None:
+    """Return the download of a model (`weights`) or of a tokenizer.
 
     Returns None for a local tokenizer. Raises ValueError for a local model.
     """
-    found = _MODEL.fullmatch(given)
-    if found is None or Path(given).exists():
+    match = _MODEL.fullmatch(name)
+    if match is None or Path(name).exists():
         if weights:
             raise ValueError("is a local path; models names those to download, as OWNER/NAME")
         return None
-    revision = cache.resolve("model", found[1], found[2], ask=True)
+    revision = cache.resolve("model", match[1], match[2], ask=True)
     if weights:
-        return Download("model", found[1], "", revision, [*_SMALL_FILES, "*.safetensors"])
-    return Download("model", found[1], ", tokenizer", revision, _SMALL_FILES)
+        return Download("model", match[1], "", revision, [*_SMALL_FILES, "*.safetensors"])
+    return Download("model", match[1], ", tokenizer", revision, _SMALL_FILES)
 
 
 def check_room(folder: Path, size: int) -> None:
@@ -197,8 +201,7 @@ def _gb(size: int) -> str:
     return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
 
 
-def _is_unreachable(error: BaseException) -> bool:
-    """Return whether an error of the Hub's client means that there is no connection."""
+def _is_connection_error(error: BaseException) -> bool:
     from httpx2 import TransportError  # the client's own HTTP library
     from huggingface_hub import errors
 
@@ -218,7 +221,7 @@ def describe_fault(error: Exception) -> str:
     from huggingface_hub import errors
 
     text = " ".join((str(error) or repr(error)).split()).rstrip(".")
-    if _is_unreachable(error):
+    if _is_connection_error(error):
         return f"{error.__cause__ or text}. Run this command where there is a network"
     if "scripts are no longer supported" in text:
         return f"{text}. Most such datasets have Parquet files: give revision: {PARQUET_BRANCH}"

@@ -42,27 +42,27 @@ def naming_hint(fields: Mapping[str, Any]) -> str:
     """Return advice for a row in an unknown format: --columns flags that make the row readable."""
     if are_messages([fields]) and {"content", "text", "value"} & fields.keys():
         return "each row is one message: put the messages of a chat into one row, as 'messages'"
-    found: dict[str, Renaming] = {}
+    renamings: dict[str, Renaming] = {}
     problems: list[str] = []
-    for kind, names in _candidates(fields):
-        problem = _problem(fields, names)
+    for kind, names in _likely_renamings(fields):
+        problem = _renaming_problem(fields, names)
         if not problem:
-            found.setdefault(kind, names)
+            renamings.setdefault(kind, names)
         elif kind != "texts":
             problems.append(problem)
-    if len(found) > 1:
-        found.pop("texts", None)
-    if not found and not problems:
-        found = _unknown(fields)
-    if not found:
+    if len(renamings) > 1:
+        renamings.pop("texts", None)
+    if not renamings and not problems:
+        renamings = _guess_unknown_columns(fields)
+    if not renamings:
         reason = (problems or ["it has no texts, messages, or question with an answer"])[0]
         return f"no column can be read under another name ({reason})"
-    given = {
+    flags = {
         kind: shlex.join(f"{theirs}={ours}" for theirs, ours in names.items() if theirs != ours)
-        for kind, names in found.items()
+        for kind, names in renamings.items()
     }
-    of = "of preference data the chosen answers can be trained on: " if "chosen" in fields else ""
-    return of + ", ".join(f"for {kind} give --columns {names}" for kind, names in given.items())
+    note = "of preference data the chosen answers can be trained on: " if "chosen" in fields else ""
+    return note + ", ".join(f"for {kind} give --columns {names}" for kind, names in flags.items())
 
 
 def absent_columns(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> list[str]:
@@ -83,8 +83,8 @@ def misreading(given: Mapping[str, Any], source: Source) -> str:
     """
     fields = renamed(given, source.columns)
     filtered = [name for name, _ in source.filters]
-    one_message = "role" in fields and "text" in fields and "parent_id" in fields
-    if one_message and "role" not in filtered:
+    is_single_message = "role" in fields and "text" in fields and "parent_id" in fields
+    if is_single_message and "role" not in filtered:
         return (
             "each row is one message of a tree (OpenAssistant): put the messages of a chat into "
             "one row, or filter on role to train on each as a text"
@@ -104,36 +104,36 @@ def misreading(given: Mapping[str, Any], source: Source) -> str:
     return ""
 
 
-def _candidates(fields: Mapping[str, Any]) -> Iterator[tuple[str, Renaming]]:
+def _likely_renamings(fields: Mapping[str, Any]) -> Iterator[tuple[str, Renaming]]:
     """Yield (kind of document, {column: our name}) for well-known columns, most likely first."""
-    spelled = {name.lower(): name for name in fields}
+    columns = {name.lower(): name for name in fields}
     is_preference = "chosen" in fields
     answers: Sequence[str] = ("chosen",) if is_preference else _ANSWERS
     texts: Sequence[str] = ("chosen",) if is_preference else _TEXTS
-    questions = [spelled[name] for name in _QUESTIONS if name in spelled]
-    given = [spelled[name] for name in answers if name in spelled]
-    pairs = [(one, other) for one in questions for other in given if one != other]
-    yield from (("chats", names) for names in _chats(fields, spelled, pairs))
+    questions = [columns[name] for name in _QUESTIONS if name in columns]
+    answer_columns = [columns[name] for name in answers if name in columns]
+    pairs = [(one, other) for one in questions for other in answer_columns if one != other]
+    yield from (("chats", names) for names in _chat_renamings(fields, columns, pairs))
     for question, answer in pairs:
-        beside = {name.lower() for name in fields if name not in (question, answer)}
-        others = beside & {*_CONTEXT, "instruction", "question", "query"}
-        if isinstance(fields[question], str) and not others:
+        other_names = {name.lower() for name in fields if name not in (question, answer)}
+        context_names = other_names & {*_CONTEXT, "instruction", "question", "query"}
+        if isinstance(fields[question], str) and not context_names:
             yield "a prompt and its completion", {question: "prompt", answer: "completion"}
-    yield from (("texts", {spelled[name]: "text"}) for name in texts if name in spelled)
+    yield from (("texts", {columns[name]: "text"}) for name in texts if name in columns)
 
 
-def _chats(
-    fields: Mapping[str, Any], spelled: Mapping[str, str], pairs: Sequence[tuple[str, str]]
+def _chat_renamings(
+    fields: Mapping[str, Any], columns: Mapping[str, str], pairs: Sequence[tuple[str, str]]
 ) -> Iterator[Renaming]:
-    context = {ours: spelled[name] for name, ours in _CONTEXT.items() if name in spelled}
-    beside = {theirs: ours for ours, theirs in context.items()}
-    of_answers = ("input", "reasoning_content")
-    system = {theirs: ours for theirs, ours in beside.items() if ours not in of_answers}
+    context = {ours: columns[name] for name, ours in _CONTEXT.items() if name in columns}
+    extra = {theirs: ours for ours, theirs in context.items()}
+    answer_fields = ("input", "reasoning_content")
+    system = {theirs: ours for theirs, ours in extra.items() if ours not in answer_fields}
     for name in ("chosen",) if "chosen" in fields else (*CHATS, "data"):
-        if name in spelled:
-            yield {**system, spelled[name]: "messages"}
+        if name in columns:
+            yield {**system, columns[name]: "messages"}
     for question, answer in pairs:
-        yield {**beside, question: "instruction", answer: "output"}
+        yield {**extra, question: "instruction", answer: "output"}
     for question, answer in pairs:
         if not isinstance(fields[question], str):
             yield {**system, question: "prompt", answer: "completion"}
@@ -142,7 +142,7 @@ def _chats(
             yield {**system, name: "messages"}
 
 
-def _unknown(fields: Mapping[str, Any]) -> dict[str, Renaming]:
+def _guess_unknown_columns(fields: Mapping[str, Any]) -> dict[str, Renaming]:
     """Return {kind of document: {column: our name}} for a row without well-known column names.
 
     Returns {} for other rows, and for rows with lists or objects.
@@ -161,7 +161,7 @@ def _unknown(fields: Mapping[str, Any]) -> dict[str, Renaming]:
     return texts | ({"a prompt and its completion, by your names,": pair} if len(names) > 1 else {})
 
 
-def _problem(fields: Mapping[str, Any], names: Renaming) -> str:
+def _renaming_problem(fields: Mapping[str, Any], names: Renaming) -> str:
     """Return why a row is unreadable after renaming its columns; "" if the row is readable."""
     columns = tuple(names.items())
     ours = renamed(fields, columns)

@@ -71,12 +71,12 @@ def hub_dataset(path: str, source: Source) -> HubDataset | None:
     A path that exists locally is a local path, unless it begins with hf://. Raises ValueError for a
     malformed hf:// path, and for a local path with settings that only Hub datasets have.
     """
-    found = _DATASET.fullmatch(path)
-    if path.startswith("hf://") and found is None:
+    match = _DATASET.fullmatch(path)
+    if path.startswith("hf://") and match is None:
         raise ValueError("give hf://datasets/OWNER/NAME, and in a recipe subset, revision, split")
     is_file = Path(path).suffix.lower() in {*RECORD_KINDS, *COMPRESSIONS, ".txt"}
-    if found and (found[1] or not (is_file or os.path.lexists(path))):
-        return HubDataset(found[2], source.revision or found[3], source.subset)
+    if match and (match[1] or not (is_file or os.path.lexists(path))):
+        return HubDataset(match[2], source.revision or match[3], source.subset)
     if given := [key for key in ("subset", "revision", "max_files") if getattr(source, key)]:
         raise ValueError(f"{given[0]} is for a dataset of the Hub, and this is a local path")
     return None
@@ -96,8 +96,8 @@ class HubCache:
         home = arguments.offline_dir
         self.folder = (Path(home) / "hub" if home else Path(constants.HF_HUB_CACHE)).absolute()
         output_dir = arguments.output_dir  # empty if there are only models to download
-        begun = beside(output_dir, "new") if arguments.overwrite else Path(output_dir)
-        self.begun_with = commits_begun_with(begun) if output_dir else {}
+        folder = beside(output_dir, "new") if arguments.overwrite else Path(output_dir)
+        self.begun_with = commits_begun_with(folder) if output_dir else {}
         self.commits: dict[str, str] = {}
 
     def resolve(
@@ -135,13 +135,13 @@ class HubCache:
         saved = folder / f"{commit}--{quote(dataset.subset or '', safe='')}.json"
         if not ask or saved.is_file():
             return resolved, Listing(**json.loads(saved.read_text(encoding="utf-8")))
-        read = _read_parquet_branch if dataset.revision == PARQUET_BRANCH else _read_card
-        subset, subsets, splits = read(dataset, commit)
+        read_splits = _read_parquet_branch if dataset.revision == PARQUET_BRANCH else _read_card
+        subset, subsets, splits = read_splits(dataset, commit)
         files = [file for split in splits.values() for file in split][:_DATED_FILES]
-        dated = HfApi().get_paths_info(
+        path_infos = HfApi().get_paths_info(
             dataset.name, files, revision=commit, repo_type="dataset", expand=True
         )
-        dates = [each.last_commit.date for each in dated if each.last_commit is not None]
+        dates = [each.last_commit.date for each in path_infos if each.last_commit is not None]
         seconds = int(max(dates, default=datetime.now(UTC)).timestamp())
         others = [name for name in subsets if name != subset]
         found = Listing(subset, others, splits, seconds * 10**9)
@@ -188,7 +188,7 @@ def cached_files(
     for path in source.paths:
         try:
             dataset = hub_dataset(path, source)
-            found = _cached(cache, dataset, source, remarks) if dataset else {}
+            found = _cached_dataset_files(cache, dataset, source, remarks) if dataset else {}
         except ValueError as error:
             remarks.problems.append(f"{source.split}: {path}: {error}")
             continue
@@ -197,7 +197,7 @@ def cached_files(
     return paths, of_hub
 
 
-def _cached(
+def _cached_dataset_files(
     cache: HubCache, dataset: HubDataset, source: Source, remarks: Remarks
 ) -> dict[str, tuple[str, int]]:
     """Return {local path: (url, mtime_ns)} of cached files. Raises ValueError if one is missing."""
