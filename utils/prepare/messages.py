@@ -36,15 +36,15 @@ ROLES = {
 CALL_ROLES = ("function_call", "tool_call")  # the content is a tool call (LLaMA-Factory, ms-swift)
 OWN_ROLES = {*ROLES.values(), "developer"}  # the roles that chat templates know
 # Keys of an object that has both a question and its answer, as in ShareAI, Capybara and MOSS.
-_ASKED = ("human", "user", "input", "prompt", "question", "query", "instruction")
-_ANSWERED = ("gpt", "assistant", "bot", "output", "response", "answer", "completion", "moss")
+_QUESTION_KEYS = ("human", "user", "input", "prompt", "question", "query", "instruction")
+_ANSWER_KEYS = ("gpt", "assistant", "bot", "output", "response", "answer", "completion", "moss")
 
 _CALL_KEYS = ("tool_calls", "tool_call", "function_call", "function_calls")
-_ARGUMENTS = ("arguments", "parameters", "input", "args", "kwargs")
-_ABOUT_A_CALL = {"name", "id", "type", "index", "description", "strict"}
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-_CONTENT = ("content", "value", "text", "parts")
-READ = {"role", "content", "tool_calls", "weight", *_REASONING}
+_ARGUMENT_KEYS = ("arguments", "parameters", "input", "args", "kwargs")
+_OTHER_CALL_KEYS = {"name", "id", "type", "index", "description", "strict"}
+_THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+_CONTENT_KEYS = ("content", "value", "text", "parts")
+READ = {"role", "content", "tool_calls", "weight", *_THOUGHT_KEYS}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _CALL_PARTS = ("tool_call", "tool_use")  # LLaMA-Factory's and Anthropic's
 ABOUT_A_ROW = re.compile(
@@ -52,14 +52,14 @@ ABOUT_A_ROW = re.compile(
     r"language|source|url|score|rank|hash|status)s?",
     re.IGNORECASE,
 )
-# Keys that say whether a message is trained on. True means "train on it" for _TRAINED (axolotl,
-# ms-swift, LLaMA-Factory, OpenAI, Mistral), and "do not train on it" for _MASKED (torchtune).
-_TRAINED = (
+# Keys that say whether a message is trained on. True means "train on it" for _TRAIN_FLAGS (axolotl,
+# ms-swift, LLaMA-Factory, OpenAI, Mistral), and "do not train on it" for _MASK_FLAGS (torchtune).
+_TRAIN_FLAGS = (
     *("weight", "loss_weight", "loss_scale", "loss", "loss_mask"),
     *("train", "training", "trainable", "train_on_turn"),
 )
-_MASKED = ("mask", "masked")
-_ABOUT_TRAINING = re.compile("train|loss|mask|weight", re.IGNORECASE)
+_MASK_FLAGS = ("mask", "masked")
+_TRAINING_FLAG = re.compile("train|loss|mask|weight", re.IGNORECASE)
 
 
 def are_messages(value: Any) -> bool:
@@ -82,8 +82,8 @@ def messages_of(
     value = decoded(value)
     if isinstance(value, Mapping):
         # Older versions of `datasets` write a sequence of objects as an object of lists.
-        lists = [decoded(item) for item in value.values()]
-        if all(isinstance(item, list) for item in lists) and len(set(map(len, lists))) == 1:
+        lists = [decoded(each) for each in value.values()]
+        if all(isinstance(each, list) for each in lists) and len(set(map(len, lists))) == 1:
             value = [dict(zip(value, items, strict=True)) for items in zip(*lists, strict=True)]
         elif {"role", "from"} & value.keys():
             value = [value]
@@ -91,18 +91,18 @@ def messages_of(
         raise wrong_type(column, "a list of messages", value)
     if not value:
         raise UnusableRowError("empty", f"empty document: {column} has no messages")
-    found: list[dict[str, Any]] = []
-    for turn, given in enumerate(value):
+    messages: list[dict[str, Any]] = []
+    for turn, item in enumerate(value):
         where = f"message {turn} of {column}"
-        for single in _single_messages(where, renamed_message(given, names), turn):
-            message = _message(where, single)
-            before = found[-1] if found else {}
-            same = all(before.get(key) == message.get(key) for key in ("role", "weight"))
-            if same and role_word(single) in CALL_ROLES and not message["content"]:
-                before["tool_calls"] = [*before.get("tool_calls", ()), *message["tool_calls"]]
+        for published in _messages_of_item(where, renamed_message(item, names), turn):
+            message = _convert_message(where, published)
+            previous = messages[-1] if messages else {}
+            same_role = all(previous.get(key) == message.get(key) for key in ("role", "weight"))
+            if same_role and role_word(published) in CALL_ROLES and not message["content"]:
+                previous["tool_calls"] = [*previous.get("tool_calls", ()), *message["tool_calls"]]
             else:
-                found.append(message)
-    return found
+                messages.append(message)
+    return messages
 
 
 def unread_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -136,8 +136,8 @@ def check_answers(
         raise UnusableRowError("no_assistant_tokens", f"nothing is trained on: {problem}")
     # Count answers, not messages: the system message may come from a column.
     for number, answer in enumerate(answers, 1):
-        if answer.get("weight") != 0 and _says_nothing(answer):
-            thinks = any(str(answer.get(key) or "").strip() for key in ("content", *_REASONING))
+        if answer.get("weight") != 0 and _is_empty(answer):
+            thinks = any(str(answer.get(key) or "").strip() for key in ("content", *_THOUGHT_KEYS))
             what = "no text after its thought" if thinks else "no text"
             raise UnusableRowError(
                 "empty",
@@ -146,11 +146,11 @@ def check_answers(
             )
 
 
-def _single_messages(where: str, given: Any, turn: int) -> Iterator[dict[str, Any]]:
+def _messages_of_item(where: str, item: Any, index: int) -> Iterator[dict[str, Any]]:
     """Yield the messages of one item of a chat: a text, a pair or an object."""
-    message = decoded(given)
-    if isinstance(given, str) and not are_messages([message]):
-        yield {"role": ("user", ASSISTANT)[turn % 2], "content": given}  # as in UltraChat
+    message = decoded(item)
+    if isinstance(item, str) and not are_messages([message]):
+        yield {"role": ("user", ASSISTANT)[index % 2], "content": item}  # as in UltraChat
         return
     if isinstance(message, list) and len(message) == 2:  # role and content, or two turns
         for text in message:
@@ -194,76 +194,75 @@ def _question_and_answer(where: str, message: dict[str, Any]) -> Iterator[dict[s
 
     Raises UnusableRowError for any other object.
     """
-    spelled = {key.lower(): key for key in message}
-    asked = next((spelled[key] for key in _ASKED if key in spelled), None)
-    answered = next((spelled[key] for key in _ANSWERED if key in spelled), None)
-    if asked is None or answered is None:
+    originals = {key.lower(): key for key in message}
+    question_key = next((originals[key] for key in _QUESTION_KEYS if key in originals), None)
+    answer_key = next((originals[key] for key in _ANSWER_KEYS if key in originals), None)
+    if question_key is None or answer_key is None:
         keys, role = ", ".join(message) or "none", "from" if "value" in message else "role"
         problem = f"{where} has no {role!r} (keys: {keys})"
         if len(message) > 1:
             problem += ": name them, as in --columns {}=role {}=content".format(*message)
         raise UnusableRowError("missing_field", problem)
-    for key in (asked, answered):
+    for key in (question_key, answer_key):
         if not isinstance(message[key], list | Mapping):  # _message checks lists and objects
             check_text(f"{key!r} of {where}", message[key])
-    others = {k: v for k, v in message.items() if k not in (asked, answered, "system")}
+    others = {k: v for k, v in message.items() if k not in (question_key, answer_key, "system")}
     if message.get("system"):  # as in XTuner's
         yield {"role": "system", "content": message["system"]}
-    yield {"role": "user", "content": message[asked]}
-    yield {"role": ASSISTANT, "content": message[answered], **others}
+    yield {"role": "user", "content": message[question_key]}
+    yield {"role": ASSISTANT, "content": message[answer_key], **others}
 
 
-def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its role, its content as one text, and its tool calls as objects."""
-    message, text_key = _with_role_and_content(where, given)
+def _convert_message(where: str, published: dict[str, Any]) -> dict[str, Any]:
+    message, text_key = _with_role_and_content(where, published)
     content = message.get("content")
     parts: list[Any] = []
     if isinstance(content, Mapping) and message["role"] == "tool":
         message["content"] = as_json(where, content)
     elif isinstance(content, list | Mapping):
         parts = content if isinstance(content, list) else [content]
-        said = _read_parts(where, parts, message["role"])
-        if both := [key for key in said if key != "content" and message.get(key)]:
-            raise given_twice(where, both[0], "the same among its parts")
-        message |= said
+        from_parts = _content_of_parts(where, parts, message["role"])
+        if twice := [key for key in from_parts if key != "content" and message.get(key)]:
+            raise given_twice(where, twice[0], "the same among its parts")
+        message |= from_parts
     calls = {key: found for key in _CALL_KEYS if (found := decoded(message.pop(key, None)))}
     if len(calls) > 1:
         raise given_twice(where, *calls)
     for found in calls.values():
         message["tool_calls"] = tool_calls_of(where, found)
-    message |= _reasoning(where, message)
-    if message["role"] == "tool" or any(key in message for key in ("tool_calls", *_REASONING)):
+    message |= _reasoning_of(where, message)
+    if message["role"] == "tool" or any(key in message for key in ("tool_calls", *_THOUGHT_KEYS)):
         message.setdefault("content", "")
     if "content" in message:
         check_text(f"{text_key!r} of {where}", message["content"])
     refuse_media(where, message)
-    _check_says_something(where, message, text_key)
+    _check_content(where, message, text_key)
     return _with_weight(where, message, parts)
 
 
 def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Return the message with keys `role` and `content`, and the key that had the content."""
     role_key = "role" if "role" in message else "from"
-    given, word = message[role_key], role_word(message)
-    check_text(f"{role_key!r} of {where}", given)
+    given_role, word = message[role_key], role_word(message)
+    check_text(f"{role_key!r} of {where}", given_role)
     if word not in {*ROLES, *OWN_ROLES, *CALL_ROLES}:
         # A role under `role` is left to the template, unless it is a spelling error.
-        meant = get_close_matches(word, (ASSISTANT, "system", "user"), n=1, cutoff=0.8)
-        if role_key == "from" or meant:
+        suggestions = get_close_matches(word, (ASSISTANT, "system", "user"), n=1, cutoff=0.8)
+        if role_key == "from" or suggestions:
             advice = (
                 f"; known are {', '.join([*ROLES, *CALL_ROLES])}; another is named by --columns"
             )
-            if meant:
-                advice = f" (did you mean {meant[0]}?): correct it, or give --columns"
-            role = meant[0] if meant else ASSISTANT
-            problem = f"{where} has the role {given!r}{advice}, as in {given}={role}"
+            if suggestions:
+                advice = f" (did you mean {suggestions[0]}?): correct it, or give --columns"
+            role = suggestions[0] if suggestions else ASSISTANT
+            problem = f"{where} has the role {given_role!r}{advice}, as in {given_role}={role}"
             raise UnusableRowError("unknown_role", problem)
-    text_keys = _CONTENT if role_key == "role" else ("value", *_CONTENT)
+    text_keys = _CONTENT_KEYS if role_key == "role" else ("value", *_CONTENT_KEYS)
     text_key = next((key for key in text_keys if key in message), text_keys[0])
     if text_key != "content" and message.get("content"):
         raise given_twice(where, text_key, "content")
     others = {k: v for k, v in message.items() if k not in (role_key, text_key)}
-    role = ROLES.get(word, word if word in OWN_ROLES else given)
+    role = ROLES.get(word, word if word in OWN_ROLES else given_role)
     content = {"content": message[text_key]} if text_key in message else {}
     if word in CALL_ROLES:
         thought, call = split_thought(message.get(text_key))  # as in LLaMA-Factory
@@ -272,57 +271,57 @@ def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict
     return {"role": role, **others, **content}, text_key
 
 
-def _read_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
+def _content_of_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
     """Return the keys content, reasoning_content and tool_calls that a message's parts give."""
     texts, thoughts, calls = [], [], []
     for part in parts:
-        kind, said = "text", part
+        kind, value = "text", part
         if isinstance(part, Mapping):
             kind = "thinking" if part.get("thought") is True else str(part.get("type", "text"))
             names = (kind, "text", "value", "content")
-            said = next((part[name] for name in names if part.get(name) is not None), None)
-        if kind in ("reasoning", "thinking") and isinstance(thought := thought_text(said), str):
+            value = next((part[name] for name in names if part.get(name) is not None), None)
+        if kind in ("reasoning", "thinking") and isinstance(thought := thought_text(value), str):
             thoughts.append(thought)
         elif kind in _CALL_PARTS:
-            calls.append(part if said is None else said)
-        elif kind in _TEXT_PARTS and isinstance(said, str):
-            texts.append(said)
+            calls.append(part if value is None else value)
+        elif kind in _TEXT_PARTS and isinstance(value, str):
+            texts.append(value)
         elif role == "tool" and not any(medium in kind for medium in MEDIA_KINDS):
             return {"content": as_json(where, parts)}
         else:
             message = f"{where} has a part that is no text ({part!r:.60}): text alone is trained on"
             raise UnusableRowError("not_text", message)
-    found: dict[str, Any] = {"content": "".join(texts)}
+    result: dict[str, Any] = {"content": "".join(texts)}
     if thoughts:
-        found["reasoning_content"] = "".join(thoughts)
-    return found | ({"tool_calls": calls} if calls else {})
+        result["reasoning_content"] = "".join(thoughts)
+    return result | ({"tool_calls": calls} if calls else {})
 
 
-def _reasoning(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {key: thought} for a message's reasoning keys and for `reasoning_content`.
+def _reasoning_of(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {key: thought} for a message's thought keys and for `reasoning_content`.
 
-    Returns {} if the message has no reasoning key. Raises UnusableRowError if the keys have
+    Returns {} if the message has no thought key. Raises UnusableRowError if the keys have
     different thoughts, or if the content has a thought as well.
     """
-    thoughts = {key: thought_text(message[key]) for key in _REASONING if message.get(key)}
+    thoughts = {key: thought_text(message[key]) for key in _THOUGHT_KEYS if message.get(key)}
     for key, thought in thoughts.items():
         check_text(f"{key!r} of {where}", thought)
-    again = ["<think>"] if split_thought(message.get("content"))[0] else []
-    if len(set(thoughts.values())) + len(again) > 1:
-        raise given_twice(where, *thoughts, *again)
-    said = [*thoughts.values()]
-    return thoughts | ({"reasoning_content": said[0]} if said else {})
+    in_content = ["<think>"] if split_thought(message.get("content"))[0] else []
+    if len(set(thoughts.values())) + len(in_content) > 1:
+        raise given_twice(where, *thoughts, *in_content)
+    texts = [*thoughts.values()]
+    return thoughts | ({"reasoning_content": texts[0]} if texts else {})
 
 
-def _says_nothing(message: Mapping[str, Any]) -> bool:
+def _is_empty(message: Mapping[str, Any]) -> bool:
     """Return whether a message has neither tool calls nor text after its thought."""
-    _, said = split_thought(message.get("content"))
-    return not message.get("tool_calls") and not str(said or "").strip()
+    _, text = split_thought(message.get("content"))
+    return not message.get("tool_calls") and not str(text or "").strip()
 
 
-def _check_says_something(where: str, message: Mapping[str, Any], text_key: str) -> None:
+def _check_content(where: str, message: Mapping[str, Any], text_key: str) -> None:
     """Raise UnusableRowError if a message has no content, or its text is under an unknown key."""
-    lost = [
+    unread = [
         repr(key)
         for key, value in message.items()
         if key not in READ
@@ -330,22 +329,22 @@ def _check_says_something(where: str, message: Mapping[str, Any], text_key: str)
         and len(value)
         and not ABOUT_A_ROW.fullmatch(key)
     ]
-    if "content" not in message or (lost and _says_nothing(message)):
+    if "content" not in message or (unread and _is_empty(message)):
         problem = f"{where} has no {text_key!r}"
-        if lost:
-            problem += f", and {', '.join(lost)} is not read: write {text_key!r} or 'tool_calls'"
+        if unread:
+            problem += f", and {', '.join(unread)} is not read: write {text_key!r} or 'tool_calls'"
         raise UnusableRowError("missing_field", problem)
 
 
 def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
     """Return tool calls in OpenAI's form: [{"type", "function": {"name", "arguments": object}}]."""
-    found = []
+    converted = []
     for call in map(decoded, calls if isinstance(calls, list) else [calls]):
         function = decoded(call.get("function", call)) if isinstance(call, Mapping) else {}
         function = function if isinstance(function, Mapping) else {}
-        key = next((key for key in _ARGUMENTS if function.get(key) is not None), None)
-        is_other = key is None and function.keys() - {*_ARGUMENTS, *_ABOUT_A_CALL}
-        if is_other or not isinstance(function.get("name"), str):
+        key = next((key for key in _ARGUMENT_KEYS if function.get(key) is not None), None)
+        has_unknown_keys = key is None and function.keys() - {*_ARGUMENT_KEYS, *_OTHER_CALL_KEYS}
+        if has_unknown_keys or not isinstance(function.get("name"), str):
             message = f"{where} has a call without 'name' and 'arguments': {call!r:.80}"
             raise UnusableRowError("wrong_type", message)
         # Decode twice, because some datasets encode the JSON text twice.
@@ -355,8 +354,8 @@ def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
             raise UnusableRowError("malformed_json", message)
         identity = {"id": call["id"]} if call.get("id") is not None else {}
         function = {"name": function["name"], "arguments": arguments}
-        found.append({**identity, "type": "function", "function": function})
-    return found
+        converted.append({**identity, "type": "function", "function": function})
+    return converted
 
 
 def _with_weight(where: str, message: dict[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
@@ -365,31 +364,31 @@ def _with_weight(where: str, message: dict[str, Any], parts: Sequence[Any]) -> d
     An answer gets `weight: 0` if its flags exclude it from training. Messages of other roles keep
     the flags that ask for training. Raises UnusableRowError for contradicting or unclear flags.
     """
-    flags = _flags(message)
+    flags = _training_flags(message)
     if message["role"] != ASSISTANT:  # keep the flags that ask for training
-        idle = [k for k in flags if k.lower() in _MASKED or not message[k]]
-        return {key: value for key, value in message.items() if key not in idle}
-    said = [_is_trained(where, key, message.pop(key)) for key in flags]
-    of_parts = [part for part in parts if isinstance(part, Mapping)]
-    if len(set(said)) > 1 or any(_flags(part) for part in of_parts):
+        dropped = [k for k in flags if k.lower() in _MASK_FLAGS or not message[k]]
+        return {key: value for key, value in message.items() if key not in dropped}
+    trained = [_asks_for_training(where, key, message.pop(key)) for key in flags]
+    part_objects = [part for part in parts if isinstance(part, Mapping)]
+    if len(set(trained)) > 1 or any(_training_flags(part) for part in part_objects):
         problem = f"{where}: its parts have flags, or its keys contradict each other: give it one "
         raise UnusableRowError("unclear_weight", problem + "'weight', 0 or 1")
-    return message | ({"weight": 0} if False in said else {})
+    return message | ({"weight": 0} if False in trained else {})
 
 
-def _flags(message: Mapping[str, Any]) -> list[str]:
-    return [key for key in message if message[key] is not None and _ABOUT_TRAINING.search(key)]
+def _training_flags(message: Mapping[str, Any]) -> list[str]:
+    return [key for key in message if message[key] is not None and _TRAINING_FLAG.search(key)]
 
 
-def _is_trained(where: str, key: str, value: Any) -> bool:
+def _asks_for_training(where: str, key: str, value: Any) -> bool:
     """Return whether a flag, such as `train: true`, asks for training.
 
     Raises UnusableRowError if the value is unclear.
     """
     word = key.lower()
-    if word in _TRAINED and isinstance(value, bool | int | float) and value in (0, 1):
+    if word in _TRAIN_FLAGS and isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
-    if word in _MASKED and isinstance(value, bool):
+    if word in _MASK_FLAGS and isinstance(value, bool):
         return not value
     raise UnusableRowError(
         "unclear_weight",

@@ -62,11 +62,11 @@ def prepare(arguments: PreparationArguments) -> None:
     last task assembles the datasets. Outside an array, the user runs prepare_data.py --merge after
     all shards. Raises ConfigurationError for unusable settings, sources, tokenizers and rows.
     """
-    given = begin_preparation(arguments)
-    plan, workspace = given.plan, given.workspace
+    preparation = begin_preparation(arguments)
+    plan, workspace = preparation.plan, preparation.workspace
     if workspace.is_prepared():
         logger.info("%s: already prepared with these settings", workspace.publish())
-    elif folder := finish_preparation(given):
+    elif folder := finish_preparation(preparation):
         names = [shlex.quote(str(folder / split)) for split in plan.splits]  # the first is train
         evaluated = f" --eval_data {' '.join(names[1:])}" if names[1:] else ""
         script = "pretrain.py" if plan.settings.document_format == "text" else "sft_train.py"
@@ -158,16 +158,16 @@ def log_counts(plan: PreparationPlan, counts: Mapping[int, UnitCounts]) -> None:
     """Log the documents and tokens of each source, and the rows and columns that were left out."""
     sources = [list(group) for _, group in groupby(plan.units, lambda unit: unit.source)]
     for units in sources:
-        own = sum((counts[unit.index] for unit in units), UnitCounts())
+        source_counts = sum((counts[unit.index] for unit in units), UnitCounts())
         path = from_here(units[0].parts[0].file.path)
-        unread = [f"{label} ({number:,})" for label, number in sorted(own.unread.items())]
+        unread = [f"{label} ({number:,})" for label, number in sorted(source_counts.unread.items())]
         if unread:
             line = "from %s: not read, unless by the chat template: %s"
             logger.info(line, path, ", ".join(unread))
         if len(sources) > 1:
             written = [
-                f"{split} {number:,} documents, {own.tokens[split]:,} tokens"
-                for split, number in own.documents.items()
+                f"{split} {number:,} documents, {source_counts.tokens[split]:,} tokens"
+                for split, number in source_counts.documents.items()
             ]
             logger.info("from %s: %s", path, "; ".join(written) or "nothing")
     total = sum(counts.values(), UnitCounts())
@@ -222,10 +222,10 @@ def assemble_split(split: str, given: Preparation, counts: Mapping[int, UnitCoun
         },
     )
     documents, tokens = figures["documents"], figures["tokens"]
-    found = dataset.description.statistics
-    if (found.documents, found.tokens) != (documents, tokens):
+    stats = dataset.description.statistics
+    if (stats.documents, stats.tokens) != (documents, tokens):
         raise ConfigurationError(
-            f"{folder}: holds {found.documents:,} documents and {found.tokens:,} tokens, but "
+            f"{folder}: holds {stats.documents:,} documents and {stats.tokens:,} tokens, but "
             f"{documents:,} and {tokens:,} were counted as they were written: "
             "the storage changed or lost data; remove the folder and prepare again"
         )
@@ -297,8 +297,8 @@ def describe_sources(
 def split_figures(split: str, counts: UnitCounts, lengths: np.ndarray) -> dict[str, Any]:
     """Return a split's statistics for stoker.json. lengths: (documents,), tokens per document."""
     tokens, loss_tokens = counts.tokens[split], counts.loss_tokens[split]
-    found = np.percentile(lengths, PERCENTILES, method="inverted_cdf").tolist()
-    percentiles = {f"p{p}": int(length) for p, length in zip(PERCENTILES, found, strict=True)}
+    values = np.percentile(lengths, PERCENTILES, method="inverted_cdf").tolist()
+    percentiles = {f"p{p}": int(length) for p, length in zip(PERCENTILES, values, strict=True)}
     return {
         "documents": counts.documents[split],
         "tokens": tokens,

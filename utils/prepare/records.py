@@ -53,11 +53,11 @@ def cut_file(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
         start = size = 0
         for index in range(metadata.num_row_groups):
             group = metadata.row_group(index)
-            own = sum(group.column(c).total_compressed_size for c in range(group.num_columns))
-            if size and size + own > part_bytes:
+            added = sum(group.column(c).total_compressed_size for c in range(group.num_columns))
+            if size and size + added > part_bytes:
                 yield FilePart(file, start, index, size)
                 start, size = index, 0
-            size += own
+            size += added
         if metadata.num_row_groups:
             yield FilePart(file, start, metadata.num_row_groups, size)
         return
@@ -82,14 +82,14 @@ def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
     try:
         yield from READERS[part.file.kind](part, columns)
     except UnicodeError as error:
-        raise ConfigurationError(f"{part.file.path}: {_not_utf8(part.file, error)}") from error
+        raise ConfigurationError(f"{part.file.path}: {_utf8_fault(part.file, error)}") from error
     except (OSError, pa.ArrowException) as error:
         raise ConfigurationError(
             f"{part.file.path}: cannot be read, the file is damaged or was cut short ({error})"
         ) from error
 
 
-def _not_utf8(file: SourceFile, error: UnicodeError) -> str:
+def _utf8_fault(file: SourceFile, error: UnicodeError) -> str:
     with open_source(file.path, file.compression) as stream:
         is_utf16 = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     encoding = "UTF-16" if is_utf16 else "WINDOWS-1252"
@@ -108,8 +108,8 @@ def converter(own_format: str) -> Callable[[Record], Record | BadRow]:
 
     def convert(record: Record) -> Record | BadRow:
         try:
-            made = function(dict(record.fields))
-            fields = None if made is None else dict(made)
+            result = function(dict(record.fields))
+            fields = None if result is None else dict(result)
         except Exception as error:  # the user's function may raise anything
             fault = f"{own_format}: {type(error).__name__}: {error}"
             return BadRow("own_format", fault, record.location)
@@ -153,7 +153,7 @@ def _read_jsonl(part: FilePart, _: Sequence[str] | None) -> Records:
             location = Location(part.file.path, "line", number, offset)
             try:
                 text = line.decode("utf-8").removeprefix("\ufeff")
-                value = json.loads(text, parse_constant=_constant)
+                value = json.loads(text, parse_constant=_json_constant)
             except UnicodeDecodeError as error:
                 message = f"not UTF-8 at byte {error.start} of the line"
                 yield BadRow("invalid_utf8", message, location)
@@ -161,15 +161,15 @@ def _read_jsonl(part: FilePart, _: Sequence[str] | None) -> Records:
                 message = f"malformed JSON ({str(error).replace('line 1 column', 'column')})"
                 yield BadRow("malformed_json", message, location)
             else:
-                yield _object(value, location)
+                yield _record_of_json(value, location)
 
 
-def _constant(word: str) -> float | None:
+def _json_constant(word: str) -> float | None:
     """Return None for NaN, which pandas writes for a missing text, and a float for Infinity."""
     return None if word == "NaN" else float(word)
 
 
-def _object(value: Any, location: Location) -> Record | BadRow:
+def _record_of_json(value: Any, location: Location) -> Record | BadRow:
     if isinstance(value, dict):
         return Record(value, location)
     if are_messages(value):
@@ -183,7 +183,7 @@ def _read_json(part: FilePart, _: Sequence[str] | None) -> Records:
     path = part.file.path
     with open_source(path, part.file.compression) as stream:
         text = stream.read().decode("utf-8-sig").strip()
-    values, start, decoder = [], 0, json.JSONDecoder(parse_constant=_constant)
+    values, start, decoder = [], 0, json.JSONDecoder(parse_constant=_json_constant)
     while start < len(text):
         try:
             value, stop = decoder.raw_decode(text, start)
@@ -191,12 +191,12 @@ def _read_json(part: FilePart, _: Sequence[str] | None) -> Records:
             raise ConfigurationError(f"{path}: malformed JSON ({error}); repair the file") from None
         values.append(value)
         start = stop + len(text[stop:]) - len(text[stop:].lstrip())
-    records = _records_of(path, values[0]) if len(values) == 1 else values
+    records = _records_of_json(path, values[0]) if len(values) == 1 else values
     for number, value in enumerate(records):
-        yield _object(value, Location(path, "record", number))
+        yield _record_of_json(value, Location(path, "record", number))
 
 
-def _records_of(path: str, value: Any) -> list[Any]:
+def _records_of_json(path: str, value: Any) -> list[Any]:
     """Return the records in a JSON value: an array, an object with an array, or one record.
 
     Raises ConfigurationError for a pandas table, and for an object with several arrays of records
@@ -232,11 +232,11 @@ def _read_csv(part: FilePart, _: Sequence[str] | None) -> Records:
         open_source(path, part.file.compression) as raw,
         io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as stream,
     ):
-        head, above = stream.readline(), 0
-        if head.lower().startswith("sep="):  # Excel writes this line above the header
-            head, above = stream.readline(), 1
-        delimiter = _delimiter(head, "\t" if ".tsv" in path.lower()[-8:] else ",")
-        rows = csv.reader(chain([head], stream), delimiter=delimiter, strict=True)
+        header, lines_above = stream.readline(), 0
+        if header.lower().startswith("sep="):  # Excel writes this line above the header
+            header, lines_above = stream.readline(), 1
+        delimiter = _delimiter(header, "\t" if ".tsv" in path.lower()[-8:] else ",")
+        rows = csv.reader(chain([header], stream), delimiter=delimiter, strict=True)
         try:
             names = [name.strip() for name in next(rows, [])]
             if twice := [name for name, number in Counter(names).items() if name and number > 1]:
@@ -245,7 +245,7 @@ def _read_csv(part: FilePart, _: Sequence[str] | None) -> Records:
                     "lost: rename it"
                 )
             for row in rows:
-                location = Location(path, "line", rows.line_num + above)
+                location = Location(path, "line", rows.line_num + lines_above)
                 if len(row) == len(names):
                     yield Record(dict(zip(names, row, strict=True)), location)
                 elif row:
@@ -253,19 +253,20 @@ def _read_csv(part: FilePart, _: Sequence[str] | None) -> Records:
                     yield BadRow("malformed_csv", message, location)
         except csv.Error as error:
             raise ConfigurationError(
-                f"{path}:{rows.line_num + above}: malformed CSV ({error}); repair the file"
+                f"{path}:{rows.line_num + lines_above}: malformed CSV ({error}); repair the file"
             ) from error
 
 
-def _delimiter(header: str, usual: str) -> str:
-    """Return `usual` if it separates the header's columns, else the delimiter with most columns."""
-    cells: dict[str, int] = {}
-    for mark in (usual, *",;|\t"):
+def _delimiter(header: str, default: str) -> str:
+    """Return `default` if it separates the header, else the delimiter that gives most columns."""
+    column_counts: dict[str, int] = {}
+    for delimiter in (default, *",;|\t"):
         with suppress(csv.Error):
-            cells[mark] = len(next(csv.reader([header], delimiter=mark, strict=True), []))
-    if cells.get(usual, 0) > 1 or not cells:
-        return usual
-    return max(cells, key=cells.__getitem__)
+            names = next(csv.reader([header], delimiter=delimiter, strict=True), [])
+            column_counts[delimiter] = len(names)
+    if column_counts.get(default, 0) > 1 or not column_counts:
+        return default
+    return max(column_counts, key=column_counts.__getitem__)
 
 
 def _read_parquet(part: FilePart, columns: Sequence[str] | None) -> Records:
@@ -279,7 +280,7 @@ def _read_parquet(part: FilePart, columns: Sequence[str] | None) -> Records:
             columns=[name for name in names if name not in left_out],
             use_threads=False,
         ):
-            yield from _rows(pa.Table.from_batches([batch]), part.file.path, row, left_out)
+            yield from _table_records(pa.Table.from_batches([batch]), part.file.path, row, left_out)
             row += batch.num_rows
 
 
@@ -290,7 +291,7 @@ def _read_datasets(part: FilePart, columns: Sequence[str] | None) -> Records:
     dataset = dataset.remove_columns(list(left_out)).select(range(part.start, part.stop))
     row = part.start
     for table in dataset.with_format("arrow").iter(batch_size=ROWS_PER_READ):
-        yield from _rows(table, part.file.path, row, left_out)
+        yield from _table_records(table, part.file.path, row, left_out)
         row += table.num_rows
 
 
@@ -305,7 +306,7 @@ def _load_folder(path: str) -> Any:
     return load_from_disk(path, keep_in_memory=False)
 
 
-def _rows(
+def _table_records(
     table: pa.Table, path: str, first_row: int, left_out: tuple[str, ...]
 ) -> Iterator[Record]:
     rows = table.to_pylist() if table.num_columns else [{}] * table.num_rows
@@ -315,11 +316,11 @@ def _rows(
         if isinstance(field.type, pa.JsonType) or not pa.types.is_primitive(field.type)
     }
     for row, fields in enumerate(rows, start=first_row):
-        decoded = {name: _as_json(fields[name], kind) for name, kind in nested.items()}
+        decoded = {name: _json_value(fields[name], kind) for name, kind in nested.items()}
         yield Record({**fields, **decoded}, Location(path, "row", row), left_out=left_out)
 
 
-def _as_json(value: Any, kind: pa.DataType) -> Any:
+def _json_value(value: Any, kind: pa.DataType) -> Any:
     """Convert an Arrow value to the JSON value it was written from. kind: the Arrow type.
 
     Null fields of a struct are left out, because Arrow gives each row the keys of all rows and
@@ -331,11 +332,11 @@ def _as_json(value: Any, kind: pa.DataType) -> Any:
         return json.loads(value)
     if pa.types.is_struct(kind):
         names = [(field.name, field.type) for field in kind if value[field.name] is not None]
-        return {name: _as_json(value[name], inner) for name, inner in names}
+        return {name: _json_value(value[name], inner) for name, inner in names}
     if pa.types.is_map(kind):
-        return {key: _as_json(item, kind.item_type) for key, item in value}
+        return {key: _json_value(item, kind.item_type) for key, item in value}
     if pa.types.is_nested(kind) and hasattr(kind, "value_type"):
-        return [_as_json(item, kind.value_type) for item in value]
+        return [_json_value(item, kind.value_type) for item in value]
     if isinstance(value, bytes):  # some writers store texts as bytes
         with suppress(UnicodeDecodeError):  # check_text refuses other bytes, such as pictures
             value = value.decode()

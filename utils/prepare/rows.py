@@ -39,13 +39,13 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "segments": ("segments",),  # objects with label and text (axolotl's input_output)
     "tokens": ("input_ids",),  # token ids, with labels or a mask
 }
-_OF_CHATS = ("tools", "functions", "system", "system_prompt", "chat_template_kwargs", *MEDIA)
+_CHAT_COLUMNS = ("tools", "functions", "system", "system_prompt", "chat_template_kwargs", *MEDIA)
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "text": MEDIA,
-    "messages": _OF_CHATS,
-    "sharegpt": _OF_CHATS,
-    "alpaca": ("input", "history", "reasoning_content", *_OF_CHATS),
-    "prompt_completion": ("history", "reasoning_content", *_OF_CHATS),
+    "messages": _CHAT_COLUMNS,
+    "sharegpt": _CHAT_COLUMNS,
+    "alpaca": ("input", "history", "reasoning_content", *_CHAT_COLUMNS),
+    "prompt_completion": ("history", "reasoning_content", *_CHAT_COLUMNS),
     "segments": ("special_tokens",),  # true: add BOS and EOS
     "tokens": ("labels", "attention_mask", *MASKS),
 }
@@ -155,12 +155,12 @@ class RowSettings:
         """Return whether the filters keep a row. Raises UnusableRowError for a missing column."""
         for name, _ in self.filters:
             if name not in fields:
-                message = f"no {name!r}, which the filter asks for ({_found(fields)})"
+                message = f"no {name!r}, which the filter asks for ({_columns_found(fields)})"
                 raise UnusableRowError("missing_field", message)
-        return all(_selects(wanted, fields[name]) for name, wanted in self.filters)
+        return all(_matches(wanted, fields[name]) for name, wanted in self.filters)
 
 
-def _selects(wanted: Any, value: Any) -> bool:
+def _matches(wanted: Any, value: Any) -> bool:
     if isinstance(wanted, Mapping):
         try:
             return wanted.get("min", -math.inf) <= float(value) <= wanted.get("max", math.inf)
@@ -171,30 +171,30 @@ def _selects(wanted: Any, value: Any) -> bool:
     return value in values or (isinstance(value, str) and value in map(str, values))
 
 
-def _found(names: Iterable[str]) -> str:
+def _columns_found(names: Iterable[str]) -> str:
     return f"columns found: {', '.join(sorted(names)) or 'none'}"
 
 
 def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
     """Return the document in a record, or a BadRow if the record is faulty or filtered out."""
-    place, column = record.location, rows.answers_column
+    location, column = record.location, rows.answers_column
     try:
         if not rows.selects(record.fields):
-            return BadRow(FILTERED, "not selected by the filter", place)
+            return BadRow(FILTERED, "not selected by the filter", location)
         fields = document_fields(record.fields, rows.row_format, rows.columns)
         if rows.row_format == "text":
-            return TextDocument(fields["text"], place, column)
+            return TextDocument(fields["text"], location, column)
         if rows.row_format in PIECES:
-            return PiecesDocument(fields["pieces"], place, fields["special_tokens"])
+            return PiecesDocument(fields["pieces"], location, fields["special_tokens"])
         prompt = fields.get("prompt", [])
         if isinstance(prompt, str):
-            return CompletionDocument(prompt, fields["completion"], place, column)
+            return CompletionDocument(prompt, fields["completion"], location, column)
         messages = [*prompt, *fields["completion"]] if prompt else fields["messages"]
         check_answers(messages, len(prompt), repr(column))
     except UnusableRowError as error:
-        return error.at(place)
+        return error.at(location)
     options = {**(rows.chat_template_kwargs or {}), **(fields["chat_template_kwargs"] or {})}
-    return ChatDocument(messages, place, fields["tools"], options or None, len(prompt))
+    return ChatDocument(messages, location, fields["tools"], options or None, len(prompt))
 
 
 class _Row(dict[str, Any]):
@@ -202,16 +202,16 @@ class _Row(dict[str, Any]):
 
     def __init__(self, given: Mapping[str, Any], columns: Sequence[tuple[str, str]]):
         super().__init__(renamed(given, columns))
-        self._theirs = {ours: theirs for theirs, ours in columns}
+        self._file_names = {ours: theirs for theirs, ours in columns}
         self._columns = columns
 
-    def shown(self, name: str) -> str:
+    def quoted(self, name: str) -> str:
         """Return a column's name in the file, in quotes."""
-        return repr(self._theirs.get(name, name))
+        return repr(self._file_names.get(name, name))
 
     def messages(self, name: str) -> list[dict[str, Any]]:
         """Return the messages in a column, with our names for their keys and roles."""
-        return messages_of(self.shown(name), self[name], self._columns)
+        return messages_of(self.quoted(name), self[name], self._columns)
 
     def either(self, *names: str) -> tuple[str, Any]:
         """Return (name, value) of the first column that is set, or (names[0], None).
@@ -220,7 +220,7 @@ class _Row(dict[str, Any]):
         """
         found = {name: self[name] for name in names if decoded(self.get(name))}
         if len(found) == 2 and decoded(found[names[0]]) != decoded(found[names[1]]):
-            both = " and ".join(map(self.shown, names))
+            both = " and ".join(map(self.quoted, names))
             reason = "two_systems" if "system" in names else "wrong_type"
             raise UnusableRowError(reason, f"{both} differ: keep one of them")
         return next(iter(found.items()), (names[0], None))
@@ -248,9 +248,9 @@ def document_fields(
 ) -> Mapping[str, Any]:
     """Return a row's checked fields under our names. Raises UnusableRowError for a faulty row."""
     fields = _Row(given, columns)
-    missing = [fields.shown(name) for name in NEEDED[row_format] if fields.get(name) is None]
+    missing = [fields.quoted(name) for name in NEEDED[row_format] if fields.get(name) is None]
     if missing:
-        names = _found(name for name, value in given.items() if value is not None)
+        names = _columns_found(name for name, value in given.items() if value is not None)
         message = f"no {' and no '.join(missing)}, which the format {row_format} needs ({names})"
         if others := detect_formats({k: v for k, v in fields.items() if v is not None}):
             message += (
@@ -259,18 +259,18 @@ def document_fields(
             )
         raise UnusableRowError("missing_field", message)
     if row_format == "text":
-        _check_words(fields, "text")
+        _check_not_blank(fields, "text")
         if _MEDIA_TAGS.search(fields["text"]):
             refuse_media("the row", fields)
         return fields
     if row_format in PIECES:
         column = NEEDED[row_format][0]
-        pieces = PIECES[row_format](fields.shown(column), fields)
+        pieces = PIECES[row_format](fields.quoted(column), fields)
         return {"pieces": pieces, "special_tokens": fields.get("special_tokens") is True}
     refuse_media("the row", fields)
     name, tools = fields.either("tools", "functions")
     extras = {
-        "tools": tools_of(fields.shown(name), tools),
+        "tools": tools_of(fields.quoted(name), tools),
         "chat_template_kwargs": _template_kwargs(fields),
     }
     if row_format == "prompt_completion":
@@ -282,15 +282,14 @@ def document_fields(
     return {"messages": _with_system(messages, fields), **extras}
 
 
-def _check_words(fields: _Row, name: str) -> None:
-    """Raise UnusableRowError unless a column's value is a text that is not blank."""
-    check_text(fields.shown(name), fields[name])
+def _check_not_blank(fields: _Row, name: str) -> None:
+    check_text(fields.quoted(name), fields[name])
     if not fields[name].strip():
-        raise UnusableRowError("empty", f"empty document: {fields.shown(name)} has no text")
+        raise UnusableRowError("empty", f"empty document: {fields.quoted(name)} has no text")
 
 
-def _is_chat(prompt: Any) -> bool:
-    return isinstance(prompt, list) or are_messages(decoded(prompt))
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) or are_messages(decoded(value))
 
 
 def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
@@ -300,38 +299,40 @@ def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
     mixtures and for faulty values.
     """
     prompt, completion = fields["prompt"], fields["completion"]
-    question, answer = map(fields.shown, ("prompt", "completion"))
+    prompt_name, completion_name = map(fields.quoted, ("prompt", "completion"))
     if _is_chat(prompt):
         for name in ("history", "reasoning_content"):
             if fields.get(name) and (name == "history" or not isinstance(completion, str)):
-                problem = f"{fields.shown(name)} goes into the messages of {question} or {answer}"
+                problem = f"{fields.quoted(name)} goes into the messages of {prompt_name} "
+                problem += f"or {completion_name}"
                 raise UnusableRowError("wrong_type", problem)
         if isinstance(completion, list) and any(isinstance(one, str) for one in completion):
-            raise wrong_type(answer, "a text, or messages of role and content", completion)
-        asked = fields.messages("prompt")
+            raise wrong_type(completion_name, "a text, or messages of role and content", completion)
+        prompt_turns = fields.messages("prompt")
         if isinstance(completion, str) and not _is_chat(completion):  # an answer without a role
-            said = messages_of(answer, [_answer(fields, completion)])
+            answer_turns = messages_of(completion_name, [_answer_message(fields, completion)])
         else:
-            said = fields.messages("completion")
-        last, first = asked[-1], said[0]
-        begun = last["content"].strip() and "tool_calls" not in last
-        if begun and last["role"] == first["role"] == ASSISTANT:
-            message = f"{question} ends with the assistant's words, which {answer} would continue "
-            message += f"(TRL); here a turn is trained as a whole: move them into {answer}"
+            answer_turns = fields.messages("completion")
+        last, first = prompt_turns[-1], answer_turns[0]
+        answer_begun = last["content"].strip() and "tool_calls" not in last
+        if answer_begun and last["role"] == first["role"] == ASSISTANT:
+            message = f"{prompt_name} ends with the assistant's words, which {completion_name} "
+            message += "would continue (TRL); here a turn is trained as a whole: move them into "
+            message += completion_name
             raise UnusableRowError("prompt_begins_answer", message)
-        return {"prompt": _with_system(asked, fields), "completion": said}
+        return {"prompt": _with_system(prompt_turns, fields), "completion": answer_turns}
     if _is_chat(completion):
-        raise wrong_type(question, f"a list of messages, as {answer} is", prompt)
-    check_text(question, prompt)
-    _check_words(fields, "completion")
-    of_chats = {*OPTIONAL["prompt_completion"]} - {*MEDIA}
-    given = {name: decoded(fields.get(name)) for name in sorted(of_chats)}
-    given["chat_template_kwargs"] = _template_kwargs(fields)
-    if names := [fields.shown(k) for k, value in given.items() if value and str(value).strip()]:
+        raise wrong_type(prompt_name, f"a list of messages, as {completion_name} is", prompt)
+    check_text(prompt_name, prompt)
+    _check_not_blank(fields, "completion")
+    chat_columns = {*OPTIONAL["prompt_completion"]} - {*MEDIA}
+    values = {name: decoded(fields.get(name)) for name in sorted(chat_columns)}
+    values["chat_template_kwargs"] = _template_kwargs(fields)
+    if names := [fields.quoted(k) for k, value in values.items() if value and str(value).strip()]:
         raise UnusableRowError(
             "wrong_type",
-            f"{' and '.join(names)} go with messages, but {question} is a text; chats are "
-            f"made where --columns names {question} instruction and {answer} output",
+            f"{' and '.join(names)} go with messages, but {prompt_name} is a text; chats are "
+            f"made where --columns names {prompt_name} instruction and {completion_name} output",
         )
     return {"prompt": prompt, "completion": completion}
 
@@ -340,8 +341,8 @@ def _alpaca_turns(fields: _Row) -> Iterator[dict[str, Any]]:
     """Yield the messages of an Alpaca row. Join instruction and input as LLaMA-Factory does."""
     instruction, given, output = fields["instruction"], fields.get("input") or "", fields["output"]
     for name, text in (("instruction", instruction), ("input", given)):
-        check_text(fields.shown(name), text)
-    _check_words(fields, "output")
+        check_text(fields.quoted(name), text)
+    _check_not_blank(fields, "output")
     if decoded(fields.get("history")):
         yield from fields.messages("history")
     question = "\n".join(text for text in (instruction, given) if text)
@@ -351,18 +352,18 @@ def _alpaca_turns(fields: _Row) -> Iterator[dict[str, Any]]:
         isinstance(call, Mapping) and {"name", "arguments"} <= call.keys() for call in calls
     )
     if calls and are_calls:
-        found = tool_calls_of(fields.shown("output"), calls)
-        yield {**_answer(fields, ""), "tool_calls": found}
+        tool_calls = tool_calls_of(fields.quoted("output"), calls)
+        yield {**_answer_message(fields, ""), "tool_calls": tool_calls}
     else:
-        yield _answer(fields, output)
+        yield _answer_message(fields, output)
 
 
-def _answer(fields: _Row, text: str) -> dict[str, Any]:
+def _answer_message(fields: _Row, text: str) -> dict[str, Any]:
     """Return an assistant message. Add the row's thought unless `text` begins with a thought."""
     thought = fields.get("reasoning_content")
     if not str(thought or "").strip() or split_thought(text)[0]:
         return {"role": ASSISTANT, "content": text}
-    check_text(fields.shown("reasoning_content"), thought)
+    check_text(fields.quoted("reasoning_content"), thought)
     return {"role": ASSISTANT, "content": text, "reasoning_content": thought}
 
 
@@ -372,24 +373,24 @@ def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str,
     if not system or (isinstance(system, str) and not system.strip()):
         return messages
     if not isinstance(system, list | Mapping):  # messages_of checks lists and objects
-        check_text(fields.shown(name), system)
-    given = dict(system) if isinstance(system, Mapping) else {"content": system}
-    found = messages_of(fields.shown(name), [given | {"role": "system"}])
-    if [message["role"] for message in found] != ["system"]:  # a part is a tool's result
-        raise wrong_type(fields.shown(name), "a text", system)
-    first = found[0]
+        check_text(fields.quoted(name), system)
+    message = dict(system) if isinstance(system, Mapping) else {"content": system}
+    system_messages = messages_of(fields.quoted(name), [message | {"role": "system"}])
+    if [each["role"] for each in system_messages] != ["system"]:  # a part is a tool's result
+        raise wrong_type(fields.quoted(name), "a text", system)
+    first = system_messages[0]
     if messages[0]["role"] != "system":
         return [first, *messages]
     if messages[0]["content"] != first["content"]:
-        problem = f"{fields.shown(name)} and the first message give different system texts"
+        problem = f"{fields.quoted(name)} and the first message give different system texts"
         raise UnusableRowError("two_systems", f"{problem}: keep one")
     return messages
 
 
 def _template_kwargs(fields: _Row) -> Mapping[str, Any] | None:
-    found = decoded(fields.get("chat_template_kwargs")) or {}
+    variables = decoded(fields.get("chat_template_kwargs")) or {}
     try:
-        check_template_variables(found, fields.shown("chat_template_kwargs"))
+        check_template_variables(variables, fields.quoted("chat_template_kwargs"))
     except ValueError as error:
         raise UnusableRowError("wrong_type", str(error)) from None
-    return {key: value for key, value in found.items() if value is not None} or None
+    return {key: value for key, value in variables.items() if value is not None} or None

@@ -43,7 +43,7 @@ SPLIT_NAMES = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-_ABOUT_A_FOLDER = re.compile(
+_FOLDER_INFO = re.compile(
     r"(readme|licen[cs]e|changelog|citation)[^.]*(\.\w+)?"
     r"|(dataset_(infos?|dict)|config|metadata)\.json",
     re.IGNORECASE,
@@ -87,14 +87,14 @@ class SourceFile:
 
     def digest(self) -> str:
         """Return a hex hash of the file's size, first MiB and last MiB (DIGESTED_BYTES)."""
-        found = hashlib.blake2b(str(self.size).encode(), digest_size=8)
+        hasher = hashlib.blake2b(str(self.size).encode(), digest_size=8)
         path = Path(self.path)
         for file in sorted(path.rglob("*.arrow")) if path.is_dir() else [path]:
             with file.open("rb") as opened:
-                found.update(opened.read(DIGESTED_BYTES))
+                hasher.update(opened.read(DIGESTED_BYTES))
                 opened.seek(max(file.stat().st_size - DIGESTED_BYTES, 0))
-                found.update(opened.read())
-        return found.hexdigest()
+                hasher.update(opened.read())
+        return hasher.hexdigest()
 
     def identity(self, folder: Path | None = None) -> dict[str, Any]:
         """Return the attributes that identify this version of the file in the plan's digest.
@@ -122,7 +122,7 @@ def list_sources(
         try:
             found = list(_files_of_path(given))
             if any(_holds_records(path) for path in found if path != given):
-                records = [path for path in found if not _ABOUT_A_FOLDER.fullmatch(Path(path).name)]
+                records = [path for path in found if not _FOLDER_INFO.fullmatch(Path(path).name)]
                 skipped["README or the like"] += len(found) - len(records)
                 found = records
             found = _files_of_one_split(given, found, split, is_named, remarks)
@@ -168,19 +168,19 @@ class _ZstdStream(io.RawIOBase):
 
     def __init__(self, path: str):
         self._blocks = _zstd_blocks(path)
-        self._left = memoryview(b"")
+        self._unread = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._left:
+        while not self._unread:
             block = next(self._blocks, None)
             if block is None:
                 return 0
-            self._left = memoryview(block)
-        size = min(len(buffer), len(self._left))
-        buffer[:size], self._left = self._left[:size], self._left[size:]
+            self._unread = memoryview(block)
+        size = min(len(buffer), len(self._unread))
+        buffer[:size], self._unread = self._unread[:size], self._unread[size:]
         return size
 
 
@@ -211,7 +211,7 @@ def _files_of_path(given: str) -> Iterator[str]:
     Raises ValueError if the path does not exist or nothing matches.
     """
     if os.path.lexists(given):
-        yield from _walk(given)
+        yield from _files_below(given)
     elif glob.has_magic(given):
         matches = sorted(glob.glob(given, recursive=True))  # noqa: PTH207 - keeps absolute globs
         if not matches:
@@ -219,29 +219,29 @@ def _files_of_path(given: str) -> Iterator[str]:
         for match in matches:
             # A recursive pattern lists folders next to the files inside them.
             if not Path(match).is_dir() or "**" not in given:
-                yield from _walk(match)
+                yield from _files_below(match)
     else:
         raise ValueError(f"no such file or folder{did_you_mean(given)}")
 
 
-def _walk(path: str) -> Iterator[str]:
+def _files_below(path: str) -> Iterator[str]:
     """Yield the files below a path, sorted. A folder of save_to_disk counts as one file."""
     if not Path(path).is_dir():
         yield path
         return
-    found = []
+    paths = []
     visited = set()
     for folder, names, files in os.walk(path, followlinks=True):
         if (real := os.path.realpath(folder)) in visited:  # a symbolic link to a visited folder
             names.clear()
         elif {"dataset_info.json", "state.json"} <= set(files):
             names.clear()
-            found.append(folder)
+            paths.append(folder)
         else:
             names[:] = [name for name in names if not name.startswith(".")]
-            found.extend(str(Path(folder) / name) for name in files if not name.startswith("."))
+            paths.extend(str(Path(folder) / name) for name in files if not name.startswith("."))
         visited.add(real)
-    yield from sorted(found)
+    yield from sorted(paths)
 
 
 def _holds_records(path: str) -> bool:
@@ -267,9 +267,9 @@ def _files_of_one_split(
     by_split: dict[str, list[str]] = {}
     for path in paths:
         by_split.setdefault(_split_name(path, given), []).append(path)
-    named = sorted(name for name in by_split if name)
+    splits = sorted(name for name in by_split if name)
     wanted = SPLIT_NAMES.get(split, split)
-    if len(named) < 2 and not is_named:
+    if len(splits) < 2 and not is_named:
         return paths
     if wanted in by_split:
         others = [name or "no split" for name in by_split if name != wanted]
@@ -288,7 +288,7 @@ def _files_of_one_split(
         return by_split[wanted]
     if is_named or not glob.has_magic(given):
         raise ValueError(
-            f"has no split {split!r}; its files are of {', '.join(named) or 'no split'}: name "
+            f"has no split {split!r}; its files are of {', '.join(splits) or 'no split'}: name "
             f"files, or in a recipe give sources: [{{path: {given}, split: NAME}}]"
         )
     return paths
@@ -307,9 +307,9 @@ def _split_name(path: str, given: str) -> str:
     if (Path(path).parent / "dataset_dict.json").is_file():
         return SPLIT_NAMES.get(stem, stem)
     for words in (words_of_name, [part.lower() for part in parts[:-1]]):
-        named = {SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES}
-        if len(named) == 1:
-            return named.pop()
+        splits = {SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES}
+        if len(splits) == 1:
+            return splits.pop()
     return ""
 
 
@@ -363,19 +363,19 @@ def _kind_of(path: str, is_given: bool) -> tuple[SourceKind | None, Compression 
     return (None if kind == "parquet" and compression else kind), compression
 
 
-def _kind_of_json(line: str, rest: str, named: SourceKind) -> SourceKind:
+def _kind_of_json(line: str, rest: str, kind_by_suffix: SourceKind) -> SourceKind:
     """Return "jsonl" for a file with a record per line, "json" for a file that is one value.
 
-    line, rest: the first line and the text after it. named: the kind by the file's suffix, which is
-    returned if the text is ambiguous.
+    line, rest: the first line and the text after it. kind_by_suffix: returned if the text is
+    ambiguous.
     """
     try:
         first = json.loads(line)
     except (ValueError, RecursionError):  # a JSON value over several lines, or a very long line
-        return "json" if line.startswith("[") or line.strip() == "{" else named
+        return "json" if line.startswith("[") or line.strip() == "{" else kind_by_suffix
     if isinstance(first, list):
         return "jsonl" if are_messages(first) and rest else "json"
-    return "jsonl" if rest else named
+    return "jsonl" if rest else kind_by_suffix
 
 
 def _first_line(path: str, compression: Compression | None) -> tuple[str, str]:

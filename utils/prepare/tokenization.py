@@ -56,15 +56,14 @@ MASK_COLUMNS = {"text": None, "messages": "assistant_masks", "prompt_completion"
 # one batch in memory: 2 to 4 bytes per token, and 1 byte for its mask.
 TOKENS_PER_BATCH = 1 << 20
 
-WORDS_HELD, BLANK_HELD = "prompt_words_in_completions", "prompt_blanks_in_completions"
+WORDS_NOTE, BLANK_NOTE = "prompt_words_in_completions", "prompt_blanks_in_completions"
 
 
 @dataclass(frozen=True)
 class TokenizedDocument:
     """A document's token ids, (tokens,) in the dataset's integer type, and its loss mask.
 
-    loss_mask: (tokens,) int8. None means that every token is trained on.
-    notes: {name in workspace.NOTES: count}.
+    loss_mask: (tokens,) int8. None means all tokens are trained on. notes: {name in NOTES: count}.
     """
 
     ids: np.ndarray
@@ -107,81 +106,82 @@ class DocumentTokenizer:
         )
         named = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
         unknown = tokenizer.unk_token_id
-        self._unknown = None if unknown in named else unknown
+        self._unknown_id = None if unknown in named else unknown
         self._template_date = template_date
 
     def __call__(self, documents: Sequence[Document]) -> list[TokenizedDocument | BadRow]:
         """Return the tokenized documents in order, with a BadRow for each unusable document."""
         kinds: dict[type, Any] = {
-            TextDocument: self._texts,
-            CompletionDocument: self._completions,
-            PiecesDocument: self._pieces,
-            ChatDocument: self._chats,
+            TextDocument: self._encode_texts,
+            CompletionDocument: self._encode_completions,
+            PiecesDocument: self._join_pieces,
+            ChatDocument: self._encode_chats,
         }
         return [one for kind, run in groupby(documents, type) for one in kinds[kind](list(run))]
 
     @cached_property
-    def _special(self) -> SpecialTokens:
+    def _special_tokens(self) -> SpecialTokens:
         return SpecialTokens.of(self.tokenizer)
 
     @cached_property
     def _masks(self) -> ChatMasks:
         return ChatMasks(self.tokenizer, self._template_date)
 
-    def _texts(self, documents: list[TextDocument]) -> Iterator[TokenizedDocument | BadRow]:
-        most = LARGEST_PIECE_CHARACTERS
-        short = iter(self._encode([d.text for d in documents if len(d.text) <= most]))
+    def _encode_texts(self, documents: list[TextDocument]) -> Iterator[TokenizedDocument | BadRow]:
+        limit = LARGEST_PIECE_CHARACTERS
+        short = iter(self._encode([d.text for d in documents if len(d.text) <= limit]))
         for document in documents:
-            is_short = len(document.text) <= most
-            ids = next(short) if is_short else self._encode_in_pieces(document.text)
-            before, behind = self._special.around(ids)
+            is_short = len(document.text) <= limit
+            ids = next(short) if is_short else self._encode_long_text(document.text)
+            before, behind = self._special_tokens.around(ids)
             whole = np.concatenate([before, ids, behind])
-            if len(whole) <= 4 and self._special.are_all(whole):
-                yield _empty(document)
+            if len(whole) <= 4 and self._special_tokens.are_all(whole):
+                yield _empty_row(document)
             else:
-                yield self._tokenized(whole, None, Counter())
+                yield self._tokenized_document(whole, None, Counter())
 
-    def _encode_in_pieces(self, text: str) -> np.ndarray:
+    def _encode_long_text(self, text: str) -> np.ndarray:
         """Return the ids of a long text, tokenized piece by piece.
 
         SentencePiece tokenizers put a blank before a text. To avoid blanks between pieces, tokenize
         later pieces with a character before them, and remove the ids of this character.
         """
-        found = []
+        encoded = []
         for number, piece in enumerate(text_pieces(text, LARGEST_PIECE_CHARACTERS)):
             for before in ("\n", "a", ".") if number else ():
-                opening, whole = self._encode([before, before + piece])
-                if np.array_equal(whole[: len(opening)], opening):
-                    ids = whole[len(opening) :]
+                before_ids, whole = self._encode([before, before + piece])
+                if np.array_equal(whole[: len(before_ids)], before_ids):
+                    ids = whole[len(before_ids) :]
                     break
             else:
                 (ids,) = self._encode([piece])
-            found.append(ids.astype(self.id_type))
-        return np.concatenate(found)
+            encoded.append(ids.astype(self.id_type))
+        return np.concatenate(encoded)
 
-    def _completions(
+    def _encode_completions(
         self, documents: list[CompletionDocument]
     ) -> Iterator[TokenizedDocument | BadRow]:
         pairs = [(document.prompt, document.completion) for document in documents]
-        for document, (ids, start, held) in zip(documents, self._joined_ids(pairs), strict=True):
-            if self._special.are_all(ids[start:]):
-                yield _empty(document)
+        joined = zip(documents, self._joined_ids(pairs), strict=True)
+        for document, (ids, start, overlap) in joined:
+            if self._special_tokens.are_all(ids[start:]):
+                yield _empty_row(document)
                 continue
-            before, behind = self._special.around(ids)
+            before, behind = self._special_tokens.around(ids)
             whole = np.concatenate([before, ids, behind])
             mask = np.arange(len(whole)) >= len(before) + start
-            notes = Counter([BLANK_HELD if held.isspace() else WORDS_HELD] if held else [])
-            yield self._with_target(document, whole, mask, notes)
+            notes = Counter([BLANK_NOTE if overlap.isspace() else WORDS_NOTE] if overlap else [])
+            yield self._require_target(document, whole, mask, notes)
 
-    def _pieces(self, documents: list[PiecesDocument]) -> Iterator[TokenizedDocument | BadRow]:
+    def _join_pieces(self, documents: list[PiecesDocument]) -> Iterator[TokenizedDocument | BadRow]:
         pieces = [piece for document in documents for piece, _ in document.pieces]
         found = iter(self._encode([piece for piece in pieces if isinstance(piece, str)]))
         for document in documents:
-            given = [next(found) if isinstance(p, str) else np.array(p) for p, _ in document.pieces]
-            ids = np.concatenate(given)
-            mask = np.repeat([mark for _, mark in document.pieces], list(map(len, given)))
+            parts = [next(found) if isinstance(p, str) else np.array(p) for p, _ in document.pieces]
+            ids = np.concatenate(parts)
+            mask = np.repeat([mark for _, mark in document.pieces], list(map(len, parts)))
             if document.special_tokens:
-                before, behind = self._special.around(ids)
+                before, behind = self._special_tokens.around(ids)
                 ids = np.concatenate([before, ids, behind])
                 mask = np.pad(mask, (len(before), len(behind)), "edge")
             if not 0 <= ids.min() <= ids.max() < len(self.tokenizer):
@@ -189,14 +189,14 @@ class DocumentTokenizer:
                 fault = f"token id {wrong}: the tokenizer has {len(self.tokenizer)} tokens"
                 yield BadRow("other_tokenizer", fault, document.location)
                 continue
-            yield self._with_target(document, ids, mask, Counter())
+            yield self._require_target(document, ids, mask, Counter())
 
     def _joined_ids(
         self, pairs: Sequence[tuple[str, str]]
     ) -> Iterator[tuple[np.ndarray, int, str]]:
-        """Yield (ids, start, held) for each prompt and its completion, tokenized as one text.
+        """Yield (ids, start, overlap) for each prompt and its completion, tokenized as one text.
 
-        start: index of the completion's first token. held: prompt text inside this token, or "".
+        start: index of the completion's first token. overlap: prompt text in this token, or "".
         """
         texts = [before + behind for before, behind in pairs]
         if self.tokenizer.is_fast:
@@ -207,11 +207,11 @@ class DocumentTokenizer:
         # Without offsets, take the first token that differs from the prompt's tokens.
         prompts = self._encode([before for before, _ in pairs])
         for (before, _), whole, prompt in zip(pairs, self._encode(texts), prompts, strict=True):
-            alike = [*(whole[: len(prompt)] == prompt[: len(whole)]), False]
-            start = alike.index(False)
+            equal = [*(whole[: len(prompt)] == prompt[: len(whole)]), False]
+            start = equal.index(False)
             yield whole, start, "" if start == len(prompt) else before[-1]
 
-    def _chats(self, documents: list[ChatDocument]) -> Iterator[TokenizedDocument | BadRow]:
+    def _encode_chats(self, documents: list[ChatDocument]) -> Iterator[TokenizedDocument | BadRow]:
         """Tokenize all chats together. Yield a BadRow for each unusable chat."""
         masked: list[MaskedChat | BadRow] = []
         for document in documents:
@@ -228,11 +228,11 @@ class DocumentTokenizer:
             ids, offsets = next(encoded)
             try:
                 mask = token_mask(chat, offsets)
-                yield self._with_target(document, ids, mask, self._notes(document, chat))
+                yield self._require_target(document, ids, mask, self._chat_notes(document, chat))
             except UnusableRowError as error:
                 yield error.at(document.location)
 
-    def _notes(self, document: ChatDocument, chat: MaskedChat) -> Counter[str]:
+    def _chat_notes(self, document: ChatDocument, chat: MaskedChat) -> Counter[str]:
         """Return {name in NOTES: count}, such as the number of empty thoughts in a chat."""
         empty = [thought.span() for thought in EMPTY_THOUGHT.finditer(chat.text)]
         answers = [
@@ -252,12 +252,12 @@ class DocumentTokenizer:
                 for start in (chat.starts if empty else ())
             ),
             thoughts_after_closed_prompts=int(thinks and closed),
-            special_tokens_in_answers=sum(map(bool, map(self._specials.search, answers))),
+            special_tokens_in_answers=sum(map(bool, map(self._special_pattern.search, answers))),
             odd_characters_in_answers=sum(map(bool, map(ODD_CHARACTERS.search, answers))),
         )
 
     @cached_property
-    def _specials(self) -> re.Pattern[str]:
+    def _special_pattern(self) -> re.Pattern[str]:
         words = filter(None, self.tokenizer.all_special_tokens)
         return re.compile("|".join(map(re.escape, words)) or "(?!)")
 
@@ -270,10 +270,10 @@ class DocumentTokenizer:
             return any(thought.end() == len(prompt) for thought in EMPTY_THOUGHT.finditer(prompt))
         return False
 
-    def _with_target(
+    def _require_target(
         self, document: Document, ids: np.ndarray, mask: np.ndarray, notes: Counter[str]
     ) -> TokenizedDocument | BadRow:
-        found = self._tokenized(ids, mask.astype(np.int8), notes)
+        found = self._tokenized_document(ids, mask.astype(np.int8), notes)
         if found.has_target:
             return found
         message = "no assistant token: nothing after the first token is trained on"
@@ -285,15 +285,15 @@ class DocumentTokenizer:
             message = "every answer is marked as not trained on (weight 0, train false, ...)"
         return BadRow("no_assistant_tokens", message, document.location)
 
-    def _tokenized(
+    def _tokenized_document(
         self, ids: np.ndarray, mask: np.ndarray | None, notes: Counter[str]
     ) -> TokenizedDocument:
-        if self._unknown is not None:
-            notes["unknown_tokens"] = int((ids == self._unknown).sum())
+        if self._unknown_id is not None:
+            notes["unknown_tokens"] = int((ids == self._unknown_id).sum())
         return TokenizedDocument(ids.astype(self.id_type), mask, notes)
 
 
-def _empty(document: TextDocument | CompletionDocument) -> BadRow:
+def _empty_row(document: TextDocument | CompletionDocument) -> BadRow:
     message = f"empty document: {document.column!r} has special tokens alone"
     return BadRow("empty", message, document.location)
 
@@ -310,13 +310,13 @@ def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
     starts, stops = offsets.T
     text = chat.text
     for start, stop in chat.spans:
-        first, held = first_token(text, start, stop, offsets)
+        first, text_before = first_token(text, start, stop, offsets)
         last = int(np.searchsorted(starts, stop)) - 1
         if first > last:
             continue
-        if held.strip() or text[stop : stops[last]].strip():
+        if text_before.strip() or text[stop : stops[last]].strip():
             edge = "the header of a turn and its first words"
-            if not held.strip():
+            if not text_before.strip():
                 edge = "the end of a turn and what follows it"
             raise UnusableRowError("straddled", f"one token holds {edge}")
         mask[first : last + 1] = True

@@ -105,10 +105,10 @@ def attach_template(
     tokenizer.chat_template = template_with_defaults(template, defaults or {})
     origin = template_file or f"the chat template of {tokenizer.name_or_path}"
     try:
-        _trained_probe(tokenizer)
+        _tokenize_probe(tokenizer)
     except Exception as problem:
         raise ConfigurationError(
-            f"{origin} cannot be trained with: {reason(problem)}. {_advice(tokenizer)}"
+            f"{origin} cannot be trained with: {reason(problem)}. {_template_advice(tokenizer)}"
         ) from problem
     if masks_from(tokenizer) == "derived":
         logger.info(
@@ -129,38 +129,37 @@ def template_with_defaults(template: str, defaults: Mapping[str, Any]) -> str:
     Variables that the template does not read are left out.
     """
     lines = [
-        f"{{%- if {name} is not defined %}}{{%- set {name} = {_jinja(value)} %}}{{%- endif %}}"
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_to_jinja(value)} %}}{{%- endif %}}"
         for name, value in defaults.items()
-        if value is not None and _reads(template, name)
+        if value is not None and _template_reads(template, name)
     ]
     # Jinja does not print the line end after a block, so the template's first line is unchanged.
     return "".join(line + "\n" for line in lines) + template
 
 
-def _jinja(value: Any) -> str:
-    """Return a JSON value in Jinja's notation, where null is written as none."""
+def _to_jinja(value: Any) -> str:
     if isinstance(value, Mapping):
-        items = (f"{json.dumps(str(key))}: {_jinja(item)}" for key, item in value.items())
+        items = (f"{json.dumps(str(key))}: {_to_jinja(item)}" for key, item in value.items())
         return "{" + ", ".join(items) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_jinja, value)) + "]"
+        return "[" + ", ".join(map(_to_jinja, value)) + "]"
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def _reads(template: str, name: str) -> bool:
+def _template_reads(template: str, name: str) -> bool:
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
 def _warn_of_unread(tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str, Any]) -> None:
     template = tokenizer.get_chat_template()
-    if unread := [name for name in variables if not _reads(template, name)]:
+    if unread := [name for name in variables if not _template_reads(template, name)]:
         logger.warning(
             "chat_template_kwargs: the chat template reads no %s, so it has no effect",
             " and no ".join(unread),
         )
 
 
-def _trained_probe(tokenizer: "PreTrainedTokenizerBase") -> TokenizedDocument:
+def _tokenize_probe(tokenizer: "PreTrainedTokenizerBase") -> TokenizedDocument:
     """Tokenize the first test chat (PROBES) that can be trained on. Raises ValueError if none."""
     found = DocumentTokenizer(tokenizer)(PROBES)
     trained = (probe for probe in found if isinstance(probe, TokenizedDocument))
@@ -169,7 +168,7 @@ def _trained_probe(tokenizer: "PreTrainedTokenizerBase") -> TokenizedDocument:
     return probe
 
 
-def _advice(tokenizer: "PreTrainedTokenizerBase") -> str:
+def _template_advice(tokenizer: "PreTrainedTokenizerBase") -> str:
     vocabulary = tokenizer.get_vocab()
     written = dict.fromkeys(re.findall(r"<\|\w+\|>", str(tokenizer.chat_template)))
     if unknown := [token for token in written if token not in vocabulary]:
@@ -195,6 +194,6 @@ def masks_from(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int:
     """Return the id of the token that ends an answer: the last trained token with visible text."""
-    probe = _trained_probe(tokenizer)
+    probe = _tokenize_probe(tokenizer)
     trained = probe.ids[probe.loss_mask == 1].tolist()
     return next(token for token in reversed(trained) if str(tokenizer.decode([token])).strip())

@@ -70,7 +70,7 @@ def run_units(
         if workers > 1 or apart
         else ((unit, worker.run(unit)) for unit in units)
     )
-    start = shown = time.monotonic()
+    start = last_logged = time.monotonic()
     done_bytes = documents = tokens = 0
     refused: dict[int, UnitCounts] = {}
     for number, (unit, counts) in enumerate(finished, start=1):
@@ -86,19 +86,19 @@ def run_units(
         done_bytes += unit.size
         documents += counts.documents.total()
         tokens += counts.tokens.total()
-        if number == len(units) or time.monotonic() - shown >= SECONDS_BETWEEN_LINES:
-            shown = time.monotonic()
-            seconds = max(shown - start, 1e-9)
+        if number == len(units) or time.monotonic() - last_logged >= SECONDS_BETWEEN_LINES:
+            last_logged = time.monotonic()
+            seconds = max(last_logged - start, 1e-9)
             logger.info(
                 f"{done_bytes / total_bytes:.0%} tokenized: {documents:,} documents, {tokens:,} "
                 f"tokens in {seconds:.1f} s ({documents / seconds:,.0f} documents/s, "
                 f"{tokens / seconds:,.0f} tokens/s)"
             )
     if refused:
-        raise _refusal(sum((refused[index] for index in sorted(refused)), UnitCounts()))
+        raise _unusable_rows_error(sum((refused[index] for index in sorted(refused)), UnitCounts()))
 
 
-def _refusal(counts: UnitCounts) -> ConfigurationError:
+def _unusable_rows_error(counts: UnitCounts) -> ConfigurationError:
     """Return the error that lists the first unusable rows and the number of all unusable rows.
 
     Rows of one file with the same fault share a line.
@@ -106,16 +106,16 @@ def _refusal(counts: UnitCounts) -> ConfigurationError:
     number, advice = counts.refused.total(), "; or ".join(counts.refused)
     if number == 1:
         return ConfigurationError(f"{counts.examples[0]}; {advice}")
-    shown = len(counts.examples)
-    first = f" (the first {shown} are above)" if number > shown else ""
+    listed = len(counts.examples)
+    first = f" (the first {listed} are above)" if number > listed else ""
     advice = advice.replace("repair it", "repair them")
-    alike: dict[tuple[str, str], list[str]] = {}
+    rows_by_fault: dict[tuple[str, str], list[str]] = {}
     for example in counts.examples:  # as "FILE:7: fault" and "FILE row 7: fault"
         found = re.fullmatch(r"(.*?)((?<=[: ])\d+|): (.*)", example, re.S)
         assert found, example
         file, row, fault = found.groups()
-        alike.setdefault((file, fault), []).append(row)
-    faults = [f"{file}{', '.join(rows)}: {fault}" for (file, fault), rows in alike.items()]
+        rows_by_fault.setdefault((file, fault), []).append(row)
+    faults = [f"{file}{', '.join(rows)}: {fault}" for (file, fault), rows in rows_by_fault.items()]
     return ConfigurationError([*faults, f"{number:,} rows cannot be used{first}: {advice}"])
 
 
@@ -185,7 +185,7 @@ class UnitWorker:
     workspace: Workspace
 
     @cached_property
-    def _tokenize(self) -> DocumentTokenizer:
+    def _document_tokenizer(self) -> DocumentTokenizer:
         """The tokenizer, created once per process because gigatoken becomes faster with use."""
         return DocumentTokenizer(self.tokenizer, self.backend, self.settings.template_date)
 
@@ -196,10 +196,10 @@ class UnitWorker:
         the preparation (`refused` in the counts).
         """
         counts = UnitCounts()
-        features = token_features(self._tokenize.id_type, self.settings.document_format)
+        features = token_features(self._document_tokenizer.id_type, self.settings.document_format)
         limit = math.inf if unit.max_tokens is None else unit.max_tokens
         writers: dict[str, TokenFileWriter] = {}
-        for split, document, whole in self._tokenized(unit, counts):
+        for split, document, whole in self._tokenized_documents(unit, counts):
             room = limit - counts.tokens.total()
             is_first_text = not counts.documents and isinstance(document, TextDocument)
             if len(whole.ids) > room and not is_first_text:
@@ -227,16 +227,16 @@ class UnitWorker:
             self.workspace.finish(unit.index, counts)
         return counts
 
-    def _tokenized(
+    def _tokenized_documents(
         self, unit: WorkUnit, counts: UnitCounts
     ) -> Iterator[tuple[str, Document, TokenizedDocument]]:
         """Yield (split, document, tokenized document) for every document to write."""
         for batch in _batches(self._documents(unit, counts)):
-            found = self._tokenize([document for _, document in batch])
+            found = self._document_tokenizer([document for _, document in batch])
             for (split, document), tokenized in zip(batch, found, strict=True):
-                fitted = self._within_length(document, tokenized, counts)
+                fitted = self._limit_length(document, tokenized, counts)
                 if isinstance(fitted, BadRow):
-                    self._drop(fitted, counts)
+                    self._count_dropped(fitted, counts)
                 else:
                     yield split, document, fitted
 
@@ -249,21 +249,21 @@ class UnitWorker:
         whole, fraction = divmod(self.settings.sources[unit.source].weight, 1.0)
         for document in read_documents(unit, self.settings, counts.unread):
             if isinstance(document, BadRow):
-                self._drop(document, counts)
+                self._count_dropped(document, counts)
                 continue
             if isinstance(document, ChatDocument):
                 counts.unread.update(unread_keys(document.messages))
             split, copies = unit.split, 1
             if split == TRAIN:
                 seed = self.settings.seed
-                if _is_drawn(document, self.settings.validation_fraction, seed):
+                if _is_sampled(document, self.settings.validation_fraction, seed):
                     split = VALIDATION
                 else:
-                    copies = int(whole) + _is_drawn(document, fraction, seed + WEIGHT_KEY)
+                    copies = int(whole) + _is_sampled(document, fraction, seed + WEIGHT_KEY)
             for _ in range(copies):
                 yield split, document
 
-    def _drop(self, row: BadRow, counts: UnitCounts) -> None:
+    def _count_dropped(self, row: BadRow, counts: UnitCounts) -> None:
         """Count a dropped row. It stops the preparation if the setting for its fault is "error".
 
         The setting is on_overlong for rows with too many tokens, and on_bad_row for other faults.
@@ -273,7 +273,7 @@ class UnitWorker:
         stops = setting == "error" and row.reason not in (FILTERED, CUT_TO_NOTHING)
         counts.drop(row, (SHORTEN if is_long else REPAIR) if stops else "")
 
-    def _within_length(
+    def _limit_length(
         self, document: Document, tokenized: TokenizedDocument | BadRow, counts: UnitCounts
     ) -> TokenizedDocument | BadRow:
         """Return the tokenized document, or a BadRow if the document is too long or was unusable.
@@ -306,15 +306,15 @@ def read_documents(
     numbers. Empty values of a loaded column are not counted.
     """
     rows = settings.sources[unit.source]
-    read, convert = set(rows.read_columns), converter(rows.own_format)
+    read_columns, convert = set(rows.read_columns), converter(rows.own_format)
     for part in unit.parts:
-        for given in read_records(part, None if rows.own_format else rows.read_columns):
-            record = given if isinstance(given, BadRow) else convert(given)
+        for row in read_records(part, None if rows.own_format else rows.read_columns):
+            record = row if isinstance(row, BadRow) else convert(row)
             if isinstance(record, BadRow):
                 yield record
                 continue
-            held = (name for name, value in record.fields.items() if value not in NOTHING)
-            unread.update(f"column {name}" for name in {*held, *record.left_out} - read)
+            filled = (name for name, value in record.fields.items() if value not in NOTHING)
+            unread.update(f"column {name}" for name in {*filled, *record.left_out} - read_columns)
             yield parse_document(record, rows)
 
 
@@ -332,7 +332,7 @@ def _batches(documents: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[s
         yield batch
 
 
-def _is_drawn(document: Document, fraction: float, key: int) -> bool:
+def _is_sampled(document: Document, fraction: float, key: int) -> bool:
     return fraction > 0 and content_digest(document, key) < fraction * 2.0**64
 
 

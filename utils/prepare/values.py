@@ -178,10 +178,10 @@ def tools_of(column: str, value: Any) -> list[Any] | None:
     if not tools or (isinstance(tools, str) and not tools.strip()):
         return None
     found = []
-    for given in map(decoded, tools if isinstance(tools, list) else [tools]):
-        if not isinstance(given, Mapping):
+    for item in map(decoded, tools if isinstance(tools, list) else [tools]):
+        if not isinstance(item, Mapping):
             raise wrong_type(column, "a list of JSON schemas", value)
-        tool = dict(given)
+        tool = dict(item)
         if "input_schema" in tool and "parameters" not in tool:  # Anthropic
             tool = {"parameters" if key == "input_schema" else key: tool[key] for key in tool}
         if "function" not in tool and "name" in tool:
@@ -288,9 +288,9 @@ def renamed_message(given: Any, names: Sequence[tuple[str, str]]) -> Any:
 
 def refuse_media(where: str, fields: Mapping[str, Any]) -> None:
     """Raise UnusableRowError for images, video or audio. where: the fields' name in the error."""
-    if held := [name for name in fields if name in MEDIA and decoded(fields[name]) not in NOTHING]:
+    if media := [name for name in fields if name in MEDIA and decoded(fields[name]) not in NOTHING]:
         message = (
-            f"{where} has {', '.join(map(repr, held))}: text alone is trained on; remove what the "
+            f"{where} has {', '.join(map(repr, media))}: text alone is trained on; remove what the "
             "text can do without"
         )
         raise UnusableRowError("not_text", message)

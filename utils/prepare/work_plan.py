@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ class PreparationPlan:
         content = {
             "output_version": OUTPUT_VERSION,
             "sources": {name: [file.identity(folder) for file in files] for name, files in splits},
-            "settings": asdict(self.settings, dict_factory=_without_unset_code),
+            "settings": asdict(self.settings, dict_factory=_without_empty_own_format),
             "tokenizer": tokenizer,
             "versions": {name: metadata.version(name) for name in ("tokenizers", "transformers")},
         }
@@ -128,7 +128,7 @@ class PreparationPlan:
             logger.log(level, text)
 
 
-def _without_unset_code(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_empty_own_format(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return fields as a dict, without empty own_format and own_sha256.
 
     Older versions did not have these two settings, and their digests must stay valid.
@@ -179,14 +179,14 @@ def _find_sources(
     found = []
     owner: dict[str, Source] = {}
     for source in sources_of(arguments):
-        paths, of_hub = cached_files(cache, source, remarks)
+        paths, hub_files = cached_files(cache, source, remarks)
         split, is_named = source.from_split or source.split, source.from_split is not None
-        files, more = list_sources(paths, source.format, split, is_named=is_named)
-        remarks.problems += [f"{source.split}: {problem}" for problem in more.problems]
-        remarks.lines += more.lines
+        files, list_remarks = list_sources(paths, source.format, split, is_named=is_named)
+        remarks.problems += [f"{source.split}: {problem}" for problem in list_remarks.problems]
+        remarks.lines += list_remarks.lines
         for number, file in enumerate(files):
-            if file.path in of_hub:
-                url, mtime_ns = of_hub[file.path]
+            if file.path in hub_files:
+                url, mtime_ns = hub_files[file.path]
                 files[number] = replace(file, url=url, mtime_ns=mtime_ns)
             other = owner.setdefault(str(Path(file.path).resolve()), source)
             if other.split != source.split:
@@ -223,14 +223,14 @@ def cut_into_units(sources: SourceFiles) -> list[WorkUnit]:
                     size = 0
                 groups[-1].append(part)
                 size += part.size
-        for group, max_tokens in _share_of_tokens(groups, source.max_tokens):
+        for group, max_tokens in _groups_to_read(groups, source.max_tokens):
             size = sum(part.size for part in group)
             units.append(WorkUnit(len(units), source.split, tuple(group), size, number, max_tokens))
     remarks.refuse()
     return units
 
 
-def _share_of_tokens(
+def _groups_to_read(
     groups: Sequence[list[FilePart]], max_tokens: int | None
 ) -> list[tuple[list[FilePart], int | None]]:
     """Return the groups of file parts to read, each with the most tokens to write from the group.
@@ -240,12 +240,11 @@ def _share_of_tokens(
     """
     if max_tokens is None or not groups:
         return [(group, None) for group in groups]
-    read = max(1, min(len(groups), max_tokens // LEAST_TOKENS_OF_A_UNIT))
-    ends = [max_tokens * number // read for number in range(read + 1)]
-    return [
-        (groups[(2 * number + 1) * len(groups) // (2 * read)], ends[number + 1] - ends[number])
-        for number in range(read)
-    ]
+    count = max(1, min(len(groups), max_tokens // LEAST_TOKENS_OF_A_UNIT))
+    ends = [max_tokens * number // count for number in range(count + 1)]
+    limits = [end - start for start, end in pairwise(ends)]
+    middles = [(2 * number + 1) * len(groups) // (2 * count) for number in range(count)]
+    return [(groups[middle], limit) for middle, limit in zip(middles, limits, strict=True)]
 
 
 # --- formats
@@ -259,48 +258,48 @@ def _decide_formats(
     Adds a problem to `remarks` for each source with a faulty first record, an unknown format, or a
     document format other than the first source's.
     """
-    rows: list[RowSettings] = []
+    settings: list[RowSettings] = []
     decided_by, is_chat = "", False
     for number, (source, _) in enumerate(sources):
         parts = [part for unit in units if unit.source == number for part in unit.parts]
-        wanted = DOCUMENT_FORMATS[rows[0].row_format] if rows else ""
+        wanted = DOCUMENT_FORMATS[settings[0].row_format] if settings else ""
         try:
-            records = _records(parts, source)
+            records = _converted_records(parts, source)
             record = _first_record(records, source, on_bad_row)
-            read = RowSettings(
+            rows = RowSettings(
                 _row_format(record, source, wanted), source.columns, source.filters,
                 source.weight, source.max_tokens, source.chat_template_kwargs, source.own_format,
                 sha256_of(source.own_format),
             )  # fmt: skip
-            _check_first_record(record, read, source, remarks)
+            _check_first_record(record, rows, source, remarks)
             if on_bad_row == "error":
-                _check_first_rows(record, records, read)
+                _check_first_rows(record, records, rows)
         except ConfigurationError as error:
             remarks.problems.extend(error.problems)
             continue
-        rows.append(read)
+        settings.append(rows)
         decided_by = decided_by or str(record.location)
-        chats = holds_chats(renamed(record.fields, source.columns), read.row_format)
+        chats = holds_chats(renamed(record.fields, source.columns), rows.row_format)
         is_chat |= chats
         if source.chat_template_kwargs and not chats:
             remarks.problems.append(
                 f"{record.location}: chat_template_kwargs of a source are for chats, and this is "
-                f"{read.row_format}: leave them out"
+                f"{rows.row_format}: leave them out"
             )
-        if wanted and (made := DOCUMENT_FORMATS[read.row_format]) != wanted:
+        if wanted and (made := DOCUMENT_FORMATS[rows.row_format]) != wanted:
             fault = (
-                f"{record.location}: the format {read.row_format} makes {made}, but "
+                f"{record.location}: the format {rows.row_format} makes {made}, but "
                 f"{decided_by} makes {wanted}, and one dataset holds one kind: prepare them apart"
             )
-            if read.row_format == "prompt_completion":
-                prompt, completion = read.read_columns[:2]
+            if rows.row_format == "prompt_completion":
+                prompt, completion = rows.read_columns[:2]
                 columns = f"columns {prompt}=instruction {completion}=output"
                 fault += f", or make chats of these rows: {columns}"
             remarks.problems.append(fault)
-    return rows, is_chat
+    return settings, is_chat
 
 
-def _records(parts: Sequence[FilePart], source: Source) -> Iterator[Record | BadRow]:
+def _converted_records(parts: Sequence[FilePart], source: Source) -> Iterator[Record | BadRow]:
     """Yield a source's records with all columns, converted by the user's function if any."""
     text_column = RowSettings("text", source.columns).read_columns
     convert = converter(source.own_format)
@@ -322,18 +321,18 @@ def _first_record(records: Iterator[Record | BadRow], source: Source, on_bad_row
     raise ConfigurationError(fault or f"{source.split}: empty source: no record in its files")
 
 
-def _check_first_rows(first: Record, others: Iterator[Record | BadRow], read: RowSettings) -> None:
+def _check_first_rows(first: Record, others: Iterator[Record | BadRow], rows: RowSettings) -> None:
     """Raise ConfigurationError with the first fault if the first ROWS_TRIED rows are all faulty."""
     fault = ""
     for record in islice(chain([first], others), ROWS_TRIED):
-        row = parse_document(record, read) if isinstance(record, Record) else record
-        if not isinstance(row, BadRow) or row.reason == FILTERED:
+        document = parse_document(record, rows) if isinstance(record, Record) else record
+        if not isinstance(document, BadRow) or document.reason == FILTERED:
             return
-        fault = fault or f"{row}; {REPAIR}"
-    found = detect_formats(renamed(first.fields, read.columns))
-    if found and read.row_format not in found:
-        needed = " and ".join(map(read.name_of, NEEDED[read.row_format]))
-        fault = f"{first.location}: the format {read.row_format} needs {needed}; it looks like "
+        fault = fault or f"{document}; {REPAIR}"
+    found = detect_formats(renamed(first.fields, rows.columns))
+    if found and rows.row_format not in found:
+        needed = " and ".join(map(rows.name_of, NEEDED[rows.row_format]))
+        fault = f"{first.location}: the format {rows.row_format} needs {needed}; it looks like "
         fault += f"{found[0]}: --format {found[0]}"
     raise ConfigurationError(fault)
 
@@ -371,7 +370,7 @@ def _row_format(record: Record, source: Source, wanted: str) -> str:
 
 
 def _check_first_record(
-    record: Record, read: RowSettings, source: Source, remarks: Remarks
+    record: Record, rows: RowSettings, source: Source, remarks: Remarks
 ) -> None:
     """Add a log line to `remarks` with the used and unused columns of a source's first record.
 
@@ -379,7 +378,7 @@ def _check_first_record(
     """
     path = record.location.path
     problems = list(filter(None, [misreading(record.fields, source)]))
-    if read.row_format == "tokens":
+    if rows.row_format == "tokens":
         problems += schema_problems(renamed(record.fields, source.columns))
     systems = [name for name, ours in source.columns if ours == "system" and name in record.fields]
     if len(systems) > 1:  # the role `system` may have several names, the column only one
@@ -391,9 +390,9 @@ def _check_first_record(
             f"{path}: --columns names {', '.join(absent)}, which the first record does not have "
             f"(columns: {', '.join(sorted(record.fields))})"
         )
-    used = [name for name in read.read_columns if name in record.fields and name not in MEDIA]
+    used = [name for name in rows.read_columns if name in record.fields and name not in MEDIA]
     unused = sorted(record.fields.keys() - used)
     remarks.lines.say(
-        f"{source.split}: {from_here(path)}: {read.row_format}, from {', '.join(used)}"
+        f"{source.split}: {from_here(path)}: {rows.row_format}, from {', '.join(used)}"
         + (f"; not used: {', '.join(unused)}" if unused else "")
     )

@@ -147,7 +147,7 @@ class Workspace:
             raise ConfigurationError(f"output_dir: {self.output_dir}: is a file, not a folder")
         if self.root.exists() or not self.output_dir.exists():
             return False
-        if self._is_current():
+        if self._has_current_datasets():
             return True
         others = sorted(entry.name for entry in self.output_dir.iterdir())
         if others and self.replaced is None:
@@ -158,7 +158,7 @@ class Workspace:
             )
         return False
 
-    def _is_current(self) -> bool:
+    def _has_current_datasets(self) -> bool:
         described = read_description(self.output_dir / TRAIN)
         found = described.preparation if described else {}
         moved = found.get("movable_sha256") == self.movable != ""
@@ -174,7 +174,7 @@ class Workspace:
         old, new = beside(folder, "old"), beside(folder, "new")
         # If a process was killed in `publish`, the finished datasets are still in `old`.
         finished = folder if folder.exists() else old
-        if self.root.exists() or not (finished / TRAIN).exists() or self._is_current():
+        if self.root.exists() or not (finished / TRAIN).exists() or self._has_current_datasets():
             return self
         for each in (folder, old, new):
             refuse_foreign_files(each)
@@ -209,8 +209,8 @@ class Workspace:
         if self.replaced and not self.root.exists():
             shutil.rmtree(self.output_dir, ignore_errors=True)  # left by a killed --overwrite
         settings = self.root / SETTINGS
-        of_hub = {"hub": dict(self.commits)} if self.commits else {}
-        content = json.dumps({"digest": self.digest, **of_hub}, indent=1)
+        hub = {"hub": dict(self.commits)} if self.commits else {}
+        content = json.dumps({"digest": self.digest, **hub}, indent=1)
         if settings.exists():
             if settings.read_text(encoding="utf-8") == content:
                 return
