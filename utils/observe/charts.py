@@ -1,4 +1,4 @@
-"""The charts of the report: series of about 1600 points at most, drawn by page.js or for --png."""
+"""The charts of the report, drawn by page.js or for --png. A series has up to about 1600 points."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from utils.observe.findings import (
 )
 from utils.observe.history import History
 
-POINTS = 1600  # per series: two for each of 800 pixels; with several runs 2 * POINTS / runs
+POINTS = 1600  # per series: two for each of 800 pixels. A comparison of runs has fewer.
 SMOOTH_FROM = 200  # logs; the loss of a shorter run is not smoothed
 NAMED = 3  # slowest ranks with their own series
 FULLEST = 6  # ranks with the most memory, each with its own series
@@ -44,8 +44,8 @@ _TRAIN = (
         "host_rss_gib": "resident", "host_peak_rss_gib": "peak"}),
     ("Load-balancing loss", "loss", "before its coefficient", {"aux_loss": "of experts"}),
 )  # fmt: skip
-_LOG_SCALE = ("Gradient norm", "Perplexity")  # when the page opens
-# matplotlib's settings. An SVG keeps texts as texts, and is drawn the same each time.
+_LOG_SCALE = ("Gradient norm", "Perplexity")  # charts with a log scale when the page opens
+# matplotlib's settings. Text in an SVG stays text, and the same charts give the same file.
 _LOST = "#c4c9d1"
 _LOOK: Any = {
     "axes.prop_cycle": "cycler('color', ['#2f5fd0', '#d9480f', '#2b8a3e', '#9c36b5', '#0b7285', "
@@ -55,7 +55,7 @@ _LOOK: Any = {
     "xtick.color": "0.35", "ytick.color": "0.35",
 }  # fmt: skip
 _COMPARED = ("Learning rate", "Gradient norm", "Throughput", DEVICE_MEMORY)
-# Keys without a chart: they are shown elsewhere on the page, or are parts of another number.
+# Keys without a chart. The page shows them in another place, or they are part of another number.
 _NO_CHART = {
     "event", "step", "time", "hours", "lost", "at", "epoch", "loss", "tokens_seen",
     "tokens_per_s_per_device", "first_step_time_s", "total_flos", "max_steps", "graphs_compiled",
@@ -65,9 +65,10 @@ _NO_CHART = {
 
 
 class Curves:
-    """A run's values as series for charts, each of about `points` points with the extreme values.
+    """A run's logged values as series for charts. Each series keeps its extreme values.
 
-    colour: the index of the run's colour if several runs are compared.
+    points: the approximate number of points in a series. colour: the index of the run's colour if
+    several runs are compared.
     """
 
     def __init__(self, run: History, points: int = POINTS, colour: int | None = None):
@@ -83,7 +84,7 @@ class Curves:
     def tokens(self, steps: Sequence[float]) -> list[float | None]:
         """Return the number of tokens that the run had seen at each of `steps`.
 
-        Numbers between two logs are interpolated. They are None if the run logged no tokens.
+        Numbers between two logs are interpolated. Without any logged tokens, all numbers are None.
         """
         if self.seen.shape[1] == 1:
             return [None] * len(steps)
@@ -93,12 +94,12 @@ class Curves:
         self, label: str, key: str, lines: Sequence[Line] | None = None,
         style: str = "line", note: str = "",
     ) -> Chart | None:  # fmt: skip
-        """Return `key` in log lines as a series for a chart; None if no value is finite.
+        """Return the values of `key` in log lines as a series; None if no value is finite.
 
-        lines: None for the training logs. A line without the key is left out. A value that is not
-        finite leaves a gap in the curve. The x axis can be steps, tokens or hours. label: the name
-        in the legend. note: a text for the legend. style: how the series is drawn (line, faint,
-        dots, points, marks, lost).
+        lines: the log lines. None means all training logs. A line without the key is left out. A
+        value that is not finite leaves a gap in the curve. The x axis can be steps, tokens or
+        hours. label: the name in the legend. note: a text for the legend. style: how the series is
+        drawn (line, faint, dots, points, marks, lost).
         """
         lines = self.trained if lines is None else lines
         values = column(lines, key)
@@ -119,12 +120,12 @@ class Curves:
         }  # fmt: skip
 
     def evaluations(self, split: str | None, label: str, what: str = "loss") -> Chart | None:
-        """Return a split's evaluations as a series of `what`, such as loss; None without values."""
+        """Return a series of `what` (loss or accuracy) in a split's evaluations; None if empty."""
         key = f"eval_{split}_{what}" if split else f"eval_{what}"
         return self.series(label, key, self.evaluated.get(split, []), "dots")
 
     def perplexities(self, smooth: Sequence[Line]) -> list[Chart | None]:
-        """Return a list of series of exp(loss): first training, then each split's evaluations.
+        """Return series of exp(loss): the first for training, then one for each split.
 
         smooth: training log lines with smoothed losses
         """
@@ -219,7 +220,7 @@ def charts_of(
 
 
 def _memory(curves: Curves, points: Sequence[Point]) -> list[Chart | None]:
-    """Return series of memory: in training for each of the fullest ranks, and per other phase.
+    """Return a series of training memory for each of the fullest ranks, and one per other phase.
 
     points: from `memory_by_rank`
     """
@@ -239,7 +240,7 @@ def _memory(curves: Curves, points: Sequence[Point]) -> list[Chart | None]:
 
 
 def _waiting(curves: Curves, names: Sequence[str]) -> Chart:
-    """Return the chart of the slowest ranks: one series per rank in `names`, one for the rest."""
+    """Return the chart of the slowest ranks: a series for each of `names`, one for other ranks."""
     others = "other ranks"
     by_name: dict[str, list[Line]] = {name: [] for name in [*names, others]}
     for line in (line for line in curves.trained if "slowest_rank" in line):
@@ -266,10 +267,9 @@ def charts_of_several(runs: Sequence[History]) -> list[Chart]:
 
 
 def starts_on_axes(run: History) -> list[dict[str, Any]]:
-    """Return marks for the x axes, which show where starts of a run began to train.
+    """Return marks for the x axes. A mark shows where a later start of the run began to train.
 
-    The first start and starts that never trained have no mark. A mark has label, step, tokens and
-    hours.
+    Starts that never trained have no mark. A mark has label, step, tokens and hours.
     """
     curves, ran, marks = Curves(run), 0.0, []
     for index, start in enumerate(run.starts):
@@ -324,7 +324,7 @@ def _draw(axes: Any, chart: Chart) -> None:
         )  # fmt: skip
     unit = "\n".join(filter(None, (chart["unit"], chart["note"])))
     axes.set(xlabel="step", ylabel=unit, yscale="log" if chart["log"] else "linear")
-    # Names may have dollar signs, which would begin a formula.
+    # Without parse_math=False, a dollar sign in a name would begin a formula.
     axes.set_title(chart["title"], loc="left", fontweight="bold", parse_math=False)
     axes.margins(x=0.01)
     if len(chart["lines"]) > 1:
@@ -333,7 +333,7 @@ def _draw(axes: Any, chart: Chart) -> None:
 
 
 def _exponentials(lines: Sequence[Line], key: str) -> list[Line]:
-    """Return the lines, each with exp(`key`) as `perplexity`; infinity for losses from 690."""
+    """Add `perplexity`, exp(`key`), to each line. It is infinite for losses from 690 on."""
     losses = column(lines, key)
     values = np.exp(np.where(losses >= 690, math.inf, losses)).tolist()
     return [{**line, "perplexity": one} for line, one in zip(lines, values, strict=True)]
@@ -342,7 +342,7 @@ def _exponentials(lines: Sequence[Line], key: str) -> list[Line]:
 def _chart(
     title: str, unit: str, lines: Sequence[Chart | None], note: str = "", *, wide: bool = False
 ) -> Chart:
-    """Return a chart of the series in `lines` that are not None. Each series gets its colour.
+    """Return a chart of the series in `lines` that are not None, and set their colours.
 
     unit: the label of the y axis. note: a remark on the chart. wide: True if the chart is as wide
     as the page.

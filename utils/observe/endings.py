@@ -22,10 +22,10 @@ class Job:
     """A job in Slurm's queue, or a job that ended before its run began.
 
     id          for scancel: 123_4 in an array, 123 for all waiting tasks of the array
-    reason      Slurm's reason for the state; for a job that ended, the last line of its log
+    reason      Slurm's reason for the state. If the job ended, the last line of its log.
     left_s      seconds until the time limit; None if the job waits or has no limit
     started     when the job started, in unix seconds; None if the job waits
-    output_dir  the run directory, as slurm/submit.sh noted it
+    output_dir  the run directory, which slurm/submit.sh recorded
     log         the log file of a job that ended before its run began (state FAILED), else ""
     """
 
@@ -40,7 +40,7 @@ class Job:
 
     @property
     def failure(self) -> str:
-        """The message that the job ended before its run began, with its reason and log file."""
+        """A message for a job that ended before its run began, with the reason and the log file."""
         reason = self.reason.removeprefix("- ").rstrip(".")
         return f"job {self.id} ended before its run began: {reason}; log: {self.log}"
 
@@ -104,7 +104,7 @@ def end_of_start(run: History, start: Start, job: Job | None = None) -> End:
 
 
 def end_of_run(run: History, job: Job | None = None) -> End:
-    """Return the state of a run, which is that of its last start. job: as in `end_of_start`."""
+    """Return the state of a run: the state of its last start. job: as in `end_of_start`."""
     return end_of_start(run, run.starts[-1], job) if run.starts else End.UNKNOWN
 
 
@@ -128,7 +128,7 @@ def pages_of_a_failure(run: History, end: End) -> list[Page]:
 
 
 def start_in_words(run: History, start: Start) -> str:
-    """Return how a start ended, as a text of the report's table of starts."""
+    """Return the text on how a start ended in the report's table of starts."""
     end = end_of_start(run, start)
     at = f"at step {start.last_step:,}" if start.trained is not None else "before training"
     if end is End.NOT_FINITE:
@@ -159,7 +159,7 @@ def _why_stopped(start: Start) -> str:
 
 
 def run_in_words(run: History) -> tuple[str, str]:
-    """Return two texts for the report: a run's state with the reason, and what to do next."""
+    """Return two texts for the report: the state of a run with its reason, and what to do next."""
     end = end_of_run(run)
     if end is End.FINISHING:  # the run itself writes the report
         end = End.FINISHED
@@ -205,7 +205,7 @@ def evidence_in_words(run: History, end: End, job: Job | None) -> str:
 
 
 def cause_in_words(run: History, end: End) -> str | None:
-    """Return a text on why a run failed or was interrupted; None if `end` is another state."""
+    """Return a text on why a run failed or was interrupted; None for any other state `end`."""
     if end.word not in ("failed", "interrupted"):
         return None
     if run.starts and run.starts[-1].error:
@@ -244,7 +244,7 @@ def advice(run: History, end: End, job: Job | None) -> str:
 
 
 def _change_first(run: History, end: End) -> str:
-    """Return the beginning of `advice`: what to change before the next start; "" if nothing."""
+    """Return the words of `advice` on what to change before the next start; "" if nothing."""
     error = (run.starts[-1].error or "") if run.starts else ""
     if any(page.name.startswith("out-of-memory") for page in pages_of_a_failure(run, end)):
         return "change what the page says helps most, then "
@@ -259,9 +259,9 @@ def _change_first(run: History, end: End) -> str:
 
 
 def _command(run: History) -> str:
-    """Return the command line that started the run last, from provenance.json.
+    """Return the command line of the run's last start, from provenance.json.
 
-    In a Slurm job this is the command with which the user called slurm/submit.sh.
+    For a Slurm job, this is the user's call of slurm/submit.sh.
     """
     if not run.entry:
         return "the same command again"

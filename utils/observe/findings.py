@@ -1,4 +1,4 @@
-"""Analyses for the report: time spent, slow ranks, memory of ranks, settings that differ."""
+"""Analyses for the report: time spent, slow ranks, memory of ranks, differences of settings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,13 +25,13 @@ HOURS = (
 )
 PHASES = {"train": "training", "eval": "evaluation", "save": "saving"}
 DEVICE, HOST = "memory_peak_gib", "host_rss_gib"
-READ = 4000  # about this many memory values (lines x ranks) are read per phase, at least 40 lines
+READ = 4000  # approximate number of memory values (lines x ranks) to read per phase
 Line = Mapping[str, Any]
 Point = dict[str, Any]
 
 
 def number(value: Any) -> float | None:
-    """Return a logged number as a float; None for any other value that a user's hook logged."""
+    """Return a logged number as a float; None if a user's hook logged another type."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     return None
@@ -42,15 +42,15 @@ def column(lines: Sequence[Line], key: str) -> np.ndarray:
     values = [line.get(key) for line in lines]
     try:
         return np.array(values, dtype=float)
-    except (TypeError, ValueError):  # a user's hook logged something else
+    except (TypeError, ValueError):  # a user's hook logged another type
         return np.array([number(value) for value in values], dtype=float)
 
 
 def thinned(values: np.ndarray, points: int) -> np.ndarray:
-    """Return about `points` indices into `values`, ascending and with those of the extreme values.
+    """Return about `points` ascending indices into `values`, including all extreme values.
 
-    `values` are divided into equal parts. The indices of the lowest and highest value of each part
-    are returned.
+    `values` are divided into equal parts. Each part gives the indices of its lowest and highest
+    value. The first and last index are included.
     """
     if len(values) <= points:
         return np.arange(len(values))
@@ -89,9 +89,9 @@ def where_the_hours_went(run: History) -> dict[str, float]:
 def _seconds_before(start: Start, since: float | None) -> dict[str, float]:
     """Return {key of HOURS: seconds} for the time between the previous start's end and this start.
 
-    since: the previous start's end (None for a first start, whose time begins with the submission
-    of its job). The keys are "between", "queue" and "startup". All seconds are "between" if
-    provenance.json has no start time of the job.
+    since: the previous start's end. None means the first start, for which the time is counted from
+    the submission of its job. The keys are "between", "queue" and "startup". All seconds are
+    "between" if provenance.json has no start time of the job.
     """
     submitted, began = (number(start.job.get(f"{key}_time")) for key in ("submit", "start"))
     since = min(submitted or start.began, start.began) if since is None else since
@@ -103,13 +103,13 @@ def _seconds_before(start: Start, since: float | None) -> dict[str, float]:
 
 
 def _seconds_of(start: Start) -> dict[str, float]:
-    """Return {key of HOURS: seconds} of a start, as far as the start's log lines contain times."""
+    """Return {key of HOURS: seconds} of a start, from the times in its log lines."""
     trained = [line for line in start.lines if line["event"] == "train"]
     first, step_time, wait, lost = (
         np.nan_to_num(column(trained, key))
         for key in ("first_step_time_s", "step_time_s", "data_wait_s", "lost")
     )
-    # A log has the mean over all steps since the last log, without the very first step.
+    # A log line has means over all steps since the last log line, except the start's first step.
     steps = np.diff(column(trained, "step"), prepend=max(start.done, 0)) - (first > 0)
     found = [("first", first, lost), ("wait", wait * steps, lost)]
     found.append(("compute", (step_time - wait) * steps, lost))
@@ -125,8 +125,8 @@ def memory_by_rank(run: History) -> list[Point]:
     """Return the memory that each rank used, as a list of points for a chart.
 
     Only a sample of the log lines is read, including the lowest and highest values. A point has
-    event, step, hours, rank (a text), key (DEVICE or HOST memory), gib, and `left`: the GiB that
-    the device had left, None if unknown.
+    event, step, hours, rank (a text), key (DEVICE or HOST memory), gib, and left (GiB that were
+    free on the device, None if unknown).
     """
     key = DEVICE if any(DEVICE in line for line in run.trained[-1:]) else HOST
     points: list[Point] = []
@@ -144,17 +144,17 @@ def memory_by_rank(run: History) -> list[Point]:
 
 
 def _ranks_of(run: History, lines: Sequence[Line]) -> list[list[dict[str, Any]]]:
-    """Return the field `memory_by_rank` of each of `lines`, read again from metrics.jsonl."""
+    """Read the field `memory_by_rank` of each of `lines` from metrics.jsonl."""
     with (run.path / FILE_NAME).open("rb") as file:
         whole = [read_line(file.readline()) for line in lines if file.seek(line["at"]) >= 0]
     return [(line or {}).get("memory_by_rank", []) for line in whole]
 
 
 def memory_table(points: Sequence[Point]) -> list[Point]:
-    """Return a row for training, evaluation and saving: the point with the most memory.
+    """Return a row for each phase (training, evaluation, saving): the point with the most memory.
 
-    points: from `memory_by_rank`. The row also has the median over ranks at the same step. Return
-    [] if only one rank was logged, in one phase.
+    points: from `memory_by_rank`. A row also has the median over ranks at the same step. Return []
+    if `points` have only one rank and one phase.
     """
     rows = []
     for event, phase in PHASES.items():
@@ -194,7 +194,7 @@ def stragglers(run: History) -> list[dict[str, Any]]:
 
 
 def settings_that_differ(runs: Sequence[History]) -> list[tuple[str, list[Any]]]:
-    """Return (name, list of the runs' values) of each setting, version or option that differs."""
+    """Return (name, [value in each run]) of each setting, version or launch option that differs."""
     facts = []
     for run in runs:
         launch, git = run.entry.get("launch") or {}, run.entry.get("git") or {}

@@ -46,14 +46,15 @@ Line = dict[str, Any]
 class Start:
     """A start: one execution of the training script in a run directory. Times are unix seconds.
 
-    entry: the start's element of `starts` in provenance.json, {} if missing. began: the time in
-    `entry`. owner: the start's file in .lock. trained: when training began, None if it never did.
-    done: the step from which the start resumed, -1 for a new run. ended: time of the last heartbeat
-    or log line. error: why the start ended (from the job's verdict.txt, .lock or the job's log).
-    by_slurm: why Slurm ended the job, "" if the log does not say so or was not read. lost_steps:
-    number of steps that a later start repeated. Each line has `hours` (running time of all starts
-    until then), `lost` (whether a later start repeated its step) and `at` (its offset in
-    metrics.jsonl).
+    entry       the start's record in provenance.json, or {}. began: the time in this record.
+    trained     time when training began; None if the start never trained
+    done        the step from which the start resumed; -1 for a new run
+    owner       the start's file in .lock. ended: time of the last heartbeat or log line.
+    error       why the start ended, from the job's verdict.txt, from .lock or from the job's log
+    by_slurm    why Slurm ended the job; "" if unknown
+    lost_steps  number of steps that a later start repeated
+    lines       log lines, each with `hours` (running time of all starts so far), `lost` (whether a
+                later start repeated the step) and `at` (file offset in metrics.jsonl)
     """
 
     began: float
@@ -69,7 +70,7 @@ class Start:
 
     @property
     def last_event(self) -> str | None:
-        """The event of the last log line that is no save. Background saves are logged late."""
+        """The event of the last log line, except saves: background saves are logged late."""
         return next((one["event"] for one in reversed(self.lines) if one["event"] != "save"), None)
 
     @property
@@ -143,7 +144,7 @@ class History:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The settings of the last start: those of the first start with all later changes."""
+        """The settings of the last start: the first start's settings with all later changes."""
         settings: dict[str, Any] = redacted(self.record.settings)
         for start in self.starts:
             settings |= start.entry.get("changed") or {}
@@ -189,8 +190,8 @@ class History:
 def read_run(path: Path, *, whole: bool = True) -> History:
     """Read a run directory. Missing and damaged files raise no error: `History` lists them.
 
-    whole: False saves time. Then only the beginning and end of a long metrics.jsonl and the newest
-    checkpoint's manifest are read, and no job log.
+    whole: False saves time. It reads only the beginning and end of a long metrics.jsonl, only the
+    newest checkpoint's manifest, and no job log.
     """
     record = RunRecord(path, lenient=True)
     damaged = [f"{name} {text}" for name, text in record.damage.items()]
@@ -238,7 +239,7 @@ def unix_s(text: Any) -> float | None:
 def _read_journal(
     path: Path, whole: bool, damaged: list[str], missing: list[str]
 ) -> tuple[list[Line], list[Line], int]:
-    """Return (first lines, all lines if `whole` else the last lines, number of damaged lines)."""
+    """Return (first lines, last lines or all lines if `whole`, number of damaged lines)."""
     try:
         size, tail = path.stat().st_size, TAIL_BYTES
         lines, count = read_lines(path, last=None if whole else tail, ranks=False)
@@ -263,7 +264,7 @@ def _read_journal(
 def _read_owners(
     path: Path, entries: Sequence[Mapping[str, Any]]
 ) -> tuple[list[RunOwner], RunOwner | None]:
-    """Return (lock files of starts, newest first; lock file of a refused newest start, or None).
+    """Return the lock files of starts, newest first, and the newest start's if it was refused.
 
     A refused start failed its checks: it released its lock in the phase "starting" and is not in
     provenance.json. The list contains a refused start only if the run has no other start.
@@ -305,7 +306,7 @@ def _grouped(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]]) -> lis
 
 
 def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Start]:
-    """Yield each start with its fields `owner`, `ended` and `lost_steps`; mark its lost lines.
+    """Yield each start with `owner`, `ended` and `lost_steps` set and its lost lines marked.
 
     Also yield a start that acquired the run lock but died before it wrote to provenance.json.
     """

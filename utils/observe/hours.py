@@ -1,7 +1,7 @@
-"""GPU-hours of a run by use, the end of `max_gpu_hours`, and the energy of the GPUs.
+"""GPU-hours of a run by use, the time limit `max_gpu_hours`, and the energy of the GPUs.
 
 The seconds of each phase come from the files in .lock, so metrics.jsonl is not read. The number of
-GPUs is the number of ranks. The hours of ranks on CPUs are process-hours.
+GPUs is the number of ranks. The hours of a run on CPUs are process-hours.
 """
 
 import os
@@ -16,7 +16,7 @@ from utils.host.run_lock import WATCH_S
 from utils.observe.endings import End, end_of_start
 from utils.observe.history import History, Start, read_run
 
-# The uses of GPU-hours, each with its phases. Tests compare with callbacks.progress.Phase.
+# The uses of GPU-hours, each with its phases. A test compares them with callbacks.progress.Phase.
 PHASES: dict[str, tuple[str, ...]] = {
     "training": ("training",),
     "evaluation": ("evaluating",),
@@ -29,7 +29,7 @@ PHASES: dict[str, tuple[str, ...]] = {
 }
 REDONE = "training", "evaluation", "saves"  # a later start repeats these after a failure
 GPU_HOURS, PROCESS_HOURS = "GPU-hours", "process-hours"
-LARGEST = 10**7  # a larger number of ranks is damage
+LARGEST = 10**7  # a larger number of ranks is a damaged value
 CO2 = "STOKER_CO2_G_PER_KWH"
 
 
@@ -84,8 +84,8 @@ def _ranks(start: Start) -> int:
 def _seconds(run: History, start: Start, before: Start | None) -> dict[str, float]:
     """Return {use (key of PHASES): seconds} of a start.
 
-    The seconds add up to the time that the start held its GPUs. before: the previous start, None
-    for the first.
+    The seconds add up to the time for which the start held its GPUs. before: the previous start, or
+    None.
     """
     spent = start.owner.spent if start.owner else {}
     saved = start.owner.saved if start.owner else {}
@@ -114,10 +114,10 @@ def _by_part(spent: Mapping[str, float]) -> dict[str, float]:
 
 
 def _before(start: Start, began: float, before: Start | None) -> tuple[str, float]:
-    """Return (use of the time, its seconds) for the time in which a job held GPUs before a start.
+    """Return (use, seconds) of the time for which the job held its GPUs before a start began.
 
-    before: the previous start. The use is "starts" or "between restarts". In a shell the seconds
-    are 0, because other commands may have run before. Only the job scripts count their restarts.
+    The use is "starts" or "between restarts". before: the previous start, or None. For a start
+    outside of the job scripts, the seconds are 0, because other commands may have run before.
     """
     restarts = start.job.get("restart_in_job")
     if restarts is None:
@@ -130,7 +130,7 @@ def _before(start: Start, began: float, before: Start | None) -> tuple[str, floa
 
 
 def end_of_budget(output_dir: Path, max_gpu_hours: float | None) -> float | None:
-    """Return the unix time at which the run will have used `max_gpu_hours`; None: no limit."""
+    """Return the unix time at which the run will have used `max_gpu_hours`; None without limit."""
     run = read_run(output_dir, whole=False)
     if max_gpu_hours is None or not run.starts:
         return None

@@ -1,5 +1,6 @@
-// Draws the charts as SVG, so that style sheets colour them and they print sharply. All charts show
-// one range of steps, tokens or hours, and one cursor. Written by hand: see docs/internals/decisions.md.
+// Draws the charts as SVG, so that CSS sets their colours and they print sharply. All charts share one
+// range of the x axis (steps, tokens or hours) and one cursor. docs/internals/decisions.md says why this
+// uses no chart library.
 "use strict";
 const page = JSON.parse(document.getElementById("data").textContent);
 const view = { axis: "step", range: null, at: null, hidden: new Set(), smooth: 0 };
@@ -19,7 +20,7 @@ function html(name, properties, ...children) {
   return element;
 }
 
-// A value as people write it: 3.142, 0.0003, 1.25M; steps in full, hours below one in minutes.
+// Formats a value, such as 3.142, 0.0003 or 1.25M. Steps have all digits. Hours below 1 are in minutes.
 function text(value, kind) {
   if (value === null || value === undefined) return "-";
   if (kind === "step") return Math.round(value).toLocaleString("en");
@@ -39,7 +40,7 @@ function ticks(low, high, about) {
   return found;
 }
 
-// What the horizontal axis shows: the zoom, or all that any chart has.
+// Returns the range of the x axis that contains all points of all charts.
 function whole() {
   let low = Infinity, high = -Infinity;
   for (const chart of page.charts) {
@@ -198,7 +199,7 @@ class Chart {
     if (smooth) draw(smoothed(line.y), "line");
   }
 
-  // The cursor, and beside each name the value there; without a cursor the last one shown.
+  // Moves the cursor. Each name in the legend gets its series' value at the cursor, or the last value.
   point() {
     const at = view.at;
     const seen = at !== null && at >= this.low && at <= this.high;
@@ -253,7 +254,7 @@ class Chart {
   }
 }
 
-// The exponential moving average of values, without the pull of its first value to zero.
+// Returns the exponential moving average of values, with bias correction as in Adam.
 function smoothed(values) {
   let sum = 0, weight = 0;
   return values.map((value) => {
@@ -264,7 +265,7 @@ function smoothed(values) {
   });
 }
 
-// On a narrow screen each row of a table becomes a card, in which each value has its column's title.
+// Turns each row of a table into a card on narrow screens. Each value gets its column's title.
 function makeCards(table) {
   const [head, ...rows] = table.rows;
   if (!head || head.querySelector("td")) return;
@@ -279,7 +280,7 @@ function makeCards(table) {
   }
 }
 
-// The index of the value nearest to a place among ascending ones; -1 if there is none.
+// Returns the index of the ascending `places` whose value is nearest to `at`; -1 without values.
 function nearest(places, at) {
   let low = 0, high = places.length - 1;
   if (high < 0 || places[high] === null) return -1;

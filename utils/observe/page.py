@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_directories(named: Sequence[Path], *, compare: bool) -> list[Path]:
-    """Return the runs in `named`: each run directory, and all runs directly inside other folders.
+    """Return run directories. Each path in `named` is a run, or a folder with runs directly inside.
 
     compare: if `named` is a single run, return all runs in its parent folder. Raises
     ConfigurationError if a path is no run and contains no run.
@@ -77,9 +77,9 @@ def run_directories(named: Sequence[Path], *, compare: bool) -> list[Path]:
 def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None) -> Path:
     """Write the report of one run, or a comparison of several; return the path of the HTML file.
 
-    output: the HTML file (None: report.html in the run, or in the working directory for several
-    runs). picture: an image file into which the charts are also drawn. Raises ConfigurationError if
-    reading or writing fails.
+    output: the HTML file. None means report.html in the directory of the run. For several runs, it
+    means report.html in the working directory. picture: an image file that also gets the charts.
+    Raises ConfigurationError if reading or writing fails.
     """
     runs = [read_run(path) for path in paths]
     for run in runs:
@@ -119,7 +119,7 @@ def log_next_step(output_dir: Path) -> None:
         run = read_run(output_dir, whole=False)
         page = f"; report: {output_dir / FILE_NAME}" if (output_dir / FILE_NAME).is_file() else ""
         logger.info("next: %s%s", advice(run, end_of_run(run), None), page)
-    except Exception as error:  # a page about the run must not end the run
+    except Exception as error:  # an error here must not end the run
         logger.warning("%s: the run cannot be read (%r)", output_dir, error)
 
 
@@ -127,7 +127,7 @@ def write_folder_page(all_in: str | None, output: Path | None, refresh_s: float 
     """Write an HTML page on all runs in a folder; return a line with the page's path.
 
     all_in: the folder (None: runs/). output: the page (None: runs.html in the folder). refresh_s:
-    the browser loads the page again after so many seconds (None: never). Raises ConfigurationError.
+    seconds after which the browser reloads the page (None: never). Raises ConfigurationError.
     """
     folder = Path(all_in or "runs")
     users = sorted({user_of(path) for path in runs_below(folder)} - {UNKNOWN})
@@ -181,7 +181,7 @@ def _small_curve(run: RunStatus) -> str:
 
 
 def _link(page: Path, output: Path) -> str | None:
-    """Return a link to the report `page` relative to `output`'s folder; None if it is missing."""
+    """Return a link from the page `output` to the report `page`; None if the report is missing."""
     if not page.is_file():
         return None
     return quote(os.fsencode(os.path.relpath(page.resolve(), output.resolve().parent)))
@@ -195,9 +195,10 @@ def _write(output: Path, body: str, facts: dict[str, Any], data: dict[str, Any])
 
 
 def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
-    """Return the page as HTML. "<" in `data` is escaped, so no text can end the script element.
+    """Return the page as HTML.
 
-    facts: variables of the templates. data: JSON values for page.js.
+    facts: variables of the templates. data: JSON values for page.js. Each "<" in `data` is escaped,
+    so no text can end the script element.
     """
     from jinja2 import Environment, FileSystemLoader
 
@@ -219,7 +220,7 @@ def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
 
 
 def _facts_of_one(run: History) -> dict[str, Any]:
-    """Return {name: value}: variables of the page templates in one run's report."""
+    """Return {name: value} of the template variables for the report on one run."""
     memory = findings.memory_by_rank(run)
     seconds = findings.where_the_hours_went(run)
     samples = [line for line in run.lines if line["event"] == "samples"]
@@ -279,8 +280,8 @@ def _shortened(text: Any) -> str:
 def _start_rows(run: History) -> list[dict[str, Any]]:
     """Return the rows of the report's table of starts. A row places the start on a time bar.
 
-    left, width: begin and length in percent of the bar. useful: the percentage of `width` that no
-    failure or interruption lost.
+    left, width: begin and length in percent of the bar. useful: the percentage of `width` whose
+    work was not lost to a failure or an interruption.
     """
     begin, end = run.starts[0].began, max(start.ended for start in run.starts)
     whole = max(end - begin, 1e-9)

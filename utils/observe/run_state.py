@@ -41,15 +41,19 @@ LAST_BYTES, LONGEST_LINE = 2**16, 500  # of the log of this job
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The status of a run; None means unknown. Ages and times left are in seconds.
+    """The status of a run. None means unknown.
 
-    because: the reason for `state`. evaluations: newest loss and step of each split. left_s:
-    training time left, without waiting in the queue. memory_left_gib: on the fullest GPU. slowest:
-    the slowest rank, and the share of each step that other ranks wait for it. error: why the last
-    start failed. pages: text files on this failure (hang, out of memory). advice: what the user can
-    do next. damaged: unreadable files. skipped_lines: number of damaged lines in metrics.jsonl.
-    refused: why the newest start failed its checks; `state` is then the state of an earlier start.
-    hours: GPU-hours of all starts. owner: the user to whom the directory belongs.
+    because          the evidence for `state`
+    evaluations      {split: (loss, step)} of the newest evaluation of each split
+    memory_left_gib  memory left on the fullest GPU
+    slowest          the slowest rank, and the share of each step that other ranks wait for it
+    left_s           training time left, without waiting in the queue
+    error            why the last start failed
+    pages            text files on this failure (hang, out of memory)
+    damaged          unreadable files
+    skipped_lines    number of damaged lines in metrics.jsonl
+    refused          why the newest start failed its checks. `state` then ignores the newest start.
+    owner            the user to whom the directory belongs
     """
 
     run: str
@@ -103,8 +107,8 @@ def runs_of_folder(
 ) -> tuple[list[RunStatus], dict[str, str], list[Job]]:
     """Return ([status of each run in a folder], {run's path: name}, [Slurm jobs without a run]).
 
-    all_in: the folder (None: runs/). A name is the path relative to the folder. jobs: from
-    `queued_jobs`. Raises ConfigurationError if the folder `all_in` does not exist.
+    all_in: the folder (None: runs/). The name of a run is its path relative to the folder. jobs:
+    from `queued_jobs`. Raises ConfigurationError if the folder `all_in` does not exist.
     """
     folder = Path(all_in or "runs")
     none_yet = all_in is None and not folder.is_dir()  # no run yet: show waiting jobs
@@ -123,7 +127,7 @@ def runs_of_folder(
 
 
 def sums_of_hours(runs: Sequence[RunStatus], names: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return [(name, text with hours and energy), ...] for all runs together, each user and folder.
+    """Return [(name, text with hours and energy), ...]: sums of all runs, each user, each folder.
 
     names: {path of a run: its path relative to the listed folder}
     """
@@ -137,10 +141,10 @@ def sums_of_hours(runs: Sequence[RunStatus], names: Mapping[str, str]) -> list[t
 
 
 def queued_jobs(users: Sequence[str] = ()) -> dict[str, Job]:
-    """Return {job id: job} of the jobs in Slurm's queue that belong to this user or to `users`.
+    """Return {job id: job} of the jobs in Slurm's queue that belong to this user or another user.
 
-    Submitted jobs that ended before their run began are included. Return {} if squeue is missing or
-    fails.
+    users: the names of other users. Submitted jobs that ended before their run began are included.
+    Return {} if squeue is missing or fails.
     """
     if shutil.which("squeue") is None:
         return {}
@@ -216,7 +220,7 @@ def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
     state = {"interrupted": "failed"}.get(end.word, end.word)
     last, recent = (run.trained[-1] if run.trained else {}), run.trained[-LINES:]
     first = [line for line in run.first_lines if "tokens_per_s" in line][:LINES]
-    known = recent and first and first[-1]["step"] < recent[0]["step"]  # no overlap
+    known = recent and first and first[-1]["step"] < recent[0]["step"]  # the lines do not overlap
     slowest = None
     if "slowest_rank" in last:
         name = f"rank {last['slowest_rank']} on {last.get('slowest_host')}"

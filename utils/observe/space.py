@@ -1,8 +1,8 @@
 """Disk space: the output of `status.py --space`, and the verified copies of `status.py --keep`.
 
 `--space` deletes nothing. `--keep` copies into a hidden folder. After all files are verified, this
-folder is moved to its place. The run may train meanwhile, because a committed checkpoint does not
-change and the journal only gets more lines.
+folder gets its final name. The run may train during the copy, because a committed checkpoint does
+not change and lines of the journal are only appended.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from utils.host.journal_file import FILE_NAME as JOURNAL
 from utils.host.journal_file import printable
 from utils.observe.run_state import queued_jobs, read_status
 
-KINDS = {JOURNAL: "run", PROVENANCE: "run", "stoker.json": "dataset"}  # kinds of folders by file
+KINDS = {JOURNAL: "run", PROVENANCE: "run", "stoker.json": "dataset"}  # {file: kind of its folder}
 DAY_S = 24 * 3600
 WARN_DAYS = 7
 QUOTA_S = 5.0
@@ -35,8 +35,8 @@ QUOTA_S = 5.0
 class Space:
     """The disk space of a run, dataset or cache.
 
-    parts: bytes of "checkpoints", "final" and "logs" (all other files). oldest: time in unix
-    seconds and path of the oldest file. unread: errors of folders that cannot be read.
+    parts: bytes of "checkpoints", "final" and "logs" (all other files). oldest: (time in unix
+    seconds, path) of the oldest file. unread: errors of folders that cannot be read.
     """
 
     parts: Counter[str] = field(default_factory=Counter)
@@ -46,7 +46,7 @@ class Space:
 
 
 def show_space(folder: Path) -> str:
-    """Return the text of `status.py --space`: sizes, purge dates, quota and checkpoints not needed.
+    """Return the text of `status.py --space`: sizes, purge dates, quota and unneeded checkpoints.
 
     Raises ConfigurationError if the folder is missing or a STOKER_PURGE_ variable is wrong.
     """
@@ -96,7 +96,7 @@ def show_space(folder: Path) -> str:
 def find_spaces(folder: Path, unread: list[OSError]) -> dict[Path, str]:
     """Return {path: "run", "dataset" or "cache"}: runs and datasets below a folder, and caches.
 
-    Links are followed only in the folder itself, because runs/ is often a link. The runs in
+    Only links directly inside the folder are followed, because runs/ is often a link. The runs in
     benchmarks/results come with the repository and are left out. Errors of folders that cannot be
     read are appended to `unread`.
     """
@@ -125,10 +125,10 @@ def _is_below_home(path: Path) -> bool:
 
 
 def measure(folder: Path, purged_by: str, seen: set[tuple[int, int]]) -> Space:
-    """Return the disk space of a folder's files, without those in `seen`. Add its files to `seen`.
+    """Return the disk space of the files in a folder that are not in `seen`. Add them to `seen`.
 
-    purged_by: the time that decides which file is the oldest, atime or mtime. seen: (device, inode)
-    of files.
+    purged_by: "atime" or "mtime", the time that decides which file is the oldest. seen: (device,
+    inode) of the files that were already counted.
     """
     space = Space()
     for top, folders, names in os.walk(folder, onerror=space.unread.append):
@@ -225,7 +225,7 @@ def keep_run(run: Path, say: Callable[[str], None]) -> None:
 
 
 def _copy_of(run: Path) -> Path | None:
-    """Return the path of a run's copy in STOKER_ARCHIVE; None unless it has all the run's logs."""
+    """Return the path of a run's copy in STOKER_ARCHIVE; None if the copy lacks log lines."""
     copy = Path(os.environ.get("STOKER_ARCHIVE", "(not set)"), run.resolve().name)
     records = [RunRecord(each, lenient=True).run_id for each in (run, copy) if is_run(each)]
     sizes = [(each / JOURNAL).stat().st_size for each in (run, copy) if (each / JOURNAL).is_file()]
@@ -234,7 +234,7 @@ def _copy_of(run: Path) -> Path | None:
 
 
 def _archive_for(run: Path) -> Path:
-    """Return the path in STOKER_ARCHIVE. Raises ConfigurationError if the run cannot go there."""
+    """Return the path in STOKER_ARCHIVE. Raises ConfigurationError if it cannot take the run."""
     named = os.environ.get("STOKER_ARCHIVE") or "(not set)"
     archive = Path(named).resolve()
     target = archive / run.resolve().name
@@ -252,10 +252,10 @@ def _archive_for(run: Path) -> Path:
 
 
 def _lost_files(copy: Path, names: list[str], step: int) -> list[str]:
-    """Return names of files and checkpoints that an earlier copy has and the run has lost.
+    """Return the names of files and checkpoints that an earlier copy has but the run has not.
 
-    names: the run's files. step: the step of the run's newest checkpoint. Only later checkpoints
-    count, because a run deletes older ones.
+    names: the run's files. step: the step of the run's newest checkpoint. Earlier checkpoints of
+    the copy do not count, because a run deletes its old checkpoints.
     """
     there = [name for name in files.list_files(copy) if not name.startswith("checkpoint-")]
     later = [path.name for at, path in discovery.numbered_checkpoints(copy) if at > step]
@@ -265,7 +265,7 @@ def _lost_files(copy: Path, names: list[str], step: int) -> list[str]:
 def _copy_journal(journal: Path, copy: Path) -> list[str]:
     """Copy metrics.jsonl if the run has this file; return problems as a list of texts.
 
-    The run may append lines meanwhile, which is no problem.
+    The run may append lines during the copy.
     """
     if not journal.is_file():
         return []

@@ -36,7 +36,7 @@ from utils.observe.run_state import (
 
 COLOURS = dict(zip(STATES, ("green", "green", "yellow", "red", "cyan", "blue"), strict=True))
 WIDTH = 160  # columns of output into a file or a pipe
-CUT_OFF = "incomplete record"  # in wandb's message about a file whose end is missing
+CUT_OFF = "incomplete record"  # wandb's message contains this if the end of a file is missing
 
 
 def show_runs(
@@ -109,8 +109,8 @@ def show_spikes(run: Path, as_json: bool) -> str:
 def display(look: Callable[[], str | RenderableType], watch_s: float | None) -> int:
     """Call `look` and print its result; return exit code 0.
 
-    watch_s: repeat this every `watch_s` seconds until Ctrl-C (None: once). JSON text is printed
-    once.
+    watch_s: repeat this every `watch_s` seconds until Ctrl-C. None means once. JSON text is always
+    printed only once.
     """
     first = look()
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
@@ -233,13 +233,13 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
 
 
 def sync_wandb(directories: Sequence[str], all_in: str | None) -> int:
-    """Upload the offline wandb files of runs that are not uploaded yet; return exit code 0.
+    """Upload wandb's offline files that are not uploaded yet; return exit code 0.
 
     directories, all_in: as in `show_runs`. The file of a running start is left for later, because
-    wandb accepts a file only once. The file of a killed start is uploaded as far as it is complete.
-    Without this function, `wandb sync` would upload it again at each call and never reach later
-    starts. The key is WANDB_API_KEY (from the environment or `.env`) or that of `wandb login`.
-    Raises ConfigurationError if an upload fails.
+    wandb accepts a file only once. The file of a killed start lacks its end. Its complete records
+    are uploaded, and it is marked as uploaded. `wandb sync` alone would upload it again at each
+    call and never reach later starts. The API key is WANDB_API_KEY (from the environment or `.env`)
+    or the key of `wandb login`. Raises ConfigurationError if an upload fails.
     """
     runs = [Path(each) for each in directories] or runs_below(Path(all_in or "runs"))
     load_env_file()
@@ -271,7 +271,7 @@ def _marker(file: Path) -> Path:
 
 def _upload(file: Path) -> bool:
     words = [sys.executable, "-m", "wandb", "sync", str(file)]
-    online = {**os.environ, "WANDB_MODE": "online"}  # jobs are offline
+    online = {**os.environ, "WANDB_MODE": "online"}  # WANDB_MODE is "offline" in jobs
     cut_off = False
     with subprocess.Popen(
         words, env=online, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

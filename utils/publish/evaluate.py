@@ -30,7 +30,7 @@ from utils.publish.hub import RESULTS
 
 logger = logging.getLogger(__name__)
 
-# Prefixes of a launcher's environment variables. With them, lm_eval would wait for other processes.
+# Prefixes of a launcher's environment variables. They would make lm_eval wait for other processes.
 OF_THE_LAUNCH = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
 
 

@@ -42,8 +42,8 @@ TEXTS = (
     *PROCESSOR_FILES,
 )  # fmt: skip
 ALLOWED = (*TEXTS, "*.safetensors", "tokenizer.model", "spiece.model")
-# An upload deletes old files of weights on the Hub that it does not replace. Otherwise transformers
-# would load an old single file instead of a new sharded one.
+# An upload also deletes old weight files on the Hub. If an old single file stayed there,
+# transformers would load this file instead of the new sharded weights.
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 TOKENS_PAGE = "https://huggingface.co/settings/tokens"
 NO_TOKEN = (
@@ -79,7 +79,7 @@ def files_to_publish(
 ) -> dict[str, Path | bytes]:
     """Return {file name on the Hub: path, or content as bytes} of all files to upload.
 
-    Logs the list. name: the model's name on the Hub. Raises ConfigurationError for an invalid name,
+    Log this list. name: the model's name on the Hub. Raises ConfigurationError for an invalid name,
     an unfinished run, a secret in a file, or an adapter whose base model has no name on the Hub.
     """
     directory = run / (ADAPTER if adapter else FINAL)
@@ -127,9 +127,9 @@ def files_to_publish(
 def upload(files: Mapping[str, Path | bytes], name: str, *, private: bool) -> str:
     """Upload files in one commit; return the model's URL. private: make a new model private.
 
-    files: {file name on the Hub: path, or content as bytes}. An existing model keeps its
-    visibility, its history and its other files, except old weights. Raises ConfigurationError if
-    the upload fails.
+    files: {file name on the Hub: path, or content as bytes}. An existing model stays private or
+    public. Its history and its other files are kept, except old weights. Raises ConfigurationError
+    if the upload fails.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
@@ -184,7 +184,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _card(run: Path, directory: Path, name: str, base_model: str | None) -> str:
-    """Return the text of the model card with the model's Hub name, and with any lm_eval results."""
+    """Return the model card's text with the model's Hub name and, if any, the lm_eval results."""
     from huggingface_hub import ModelCard
 
     text = (directory / CARD).read_text(encoding="utf-8")
@@ -204,7 +204,7 @@ def _card(run: Path, directory: Path, name: str, base_model: str | None) -> str:
 
 
 def _benchmarks(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a Markdown table with the results in lm_eval.json (`content`)."""
+    """Yield the lines of a Markdown table with the results. content: the JSON of lm_eval.json."""
     limit = (content.get("config") or {}).get("limit")
     part = f", with --limit {limit:g}" if limit else ""
     yield f"By lm-evaluation-harness {content.get('lm_eval_version', '')}{part}.\n"

@@ -1,6 +1,6 @@
 """The model card: README.md of final/ and adapter/.
 
-Its only sources are config.yaml, provenance.json, metrics.jsonl and the descriptions of the data.
+All facts come from config.yaml, provenance.json, metrics.jsonl and the descriptions of the data.
 The card contains no host name and no absolute path.
 """
 
@@ -23,7 +23,7 @@ from utils.host.redaction import redact
 from utils.publish.hub import ADAPTER_CONFIG, CARD, HUB_NAME
 
 LICENSE = ("license", "license_name", "license_link")
-# Settings that affect the numbers; the card shows those that are set.
+# Settings that affect the results. The card shows each of these settings that is set.
 SETTINGS = (
     "sequence_length", "packing", "on_overlong", "global_batch_size", "batch_warmup",
     "max_steps",
@@ -34,7 +34,7 @@ SETTINGS = (
     "use_dora", "neftune_noise_alpha", "ema_decay", "ddp_comm_hook", "seed",
 )  # fmt: skip
 SOURCES_SHOWN = 5
-# Keys of adapters that vLLM refuses (vllm/lora/peft_helper.py). PEFT also refuses the last key.
+# Settings of adapters that vLLM refuses (vllm/lora/peft_helper.py). PEFT also refuses the last one.
 HARD_TO_SERVE = ("modules_to_save", "target_parameters", "use_dora", "trainable_token_indices")
 # The folder of a downloaded model or dataset in the Hub's cache.
 _IN_THE_CACHE = re.compile(r"(models|datasets)--([^/\s]+?)--([^/\s]+)/snapshots/")
@@ -60,10 +60,10 @@ def shown_name(run: Path, folder: str) -> str:
 
 
 def base_model(run: Path) -> tuple[str | None, dict[str, Any]]:
-    """Return the Hub name (None: unknown) and the license fields of a run's initial model.
+    """Return the Hub name and the license fields of the model from which a run started.
 
-    If the run began with another run's weights, return the other run's base model. The license
-    fields are {} if unknown.
+    If the run started from another run's weights, return the other run's base model. None means
+    that the name is unknown. {} means that the license is unknown.
     """
     starts = RunRecord(run).starts
     settings = settings_in_force(run, starts)
@@ -92,7 +92,7 @@ def license_of(card: Path) -> dict[str, Any]:
 
 
 def hub_dataset(path: str) -> str | None:
-    """Return the Hub name of the dataset that a source file is from; None if unknown."""
+    """Return the Hub name of the dataset to which a source file belongs; None if unknown."""
     if found := _HUB_URL.match(path):
         return found[1]
     found = _IN_THE_CACHE.search(path)
@@ -108,8 +108,8 @@ def _source_files(dataset: TokenDataset) -> list[str]:
 class RunCard:
     """The card of the model `name` in `directory`, with the weights after step `step` of `run`.
 
-    data: the datasets of `train_data`. multimodal: the model also has parts for images or sound,
-    which AutoModelForCausalLM does not load. Raises an error if a file of the run is unreadable.
+    data: the datasets of `train_data`. multimodal: True if the model also has an image or audio
+    encoder, which AutoModelForCausalLM does not load. Unreadable files of the run raise an error.
     """
 
     def __init__(
