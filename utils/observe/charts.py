@@ -88,7 +88,7 @@ class Curves:
         """
         if self.seen.shape[1] == 1:
             return [None] * len(steps)
-        return [_short(at) for at in np.interp(steps, *self.seen).tolist()]
+        return [_rounded(at) for at in np.interp(steps, *self.seen).tolist()]
 
     def series(
         self, label: str, key: str, lines: Sequence[Line] | None = None,
@@ -115,8 +115,8 @@ class Curves:
             "label": label, "style": style, "note": note, "colour": self.colour,
             "step": steps,
             "tokens": self.tokens(steps),
-            "hours": [_short(line["hours"]) for line in chosen],
-            "y": [_short(value) for value in values[indices].tolist()],
+            "hours": [_rounded(line["hours"]) for line in chosen],
+            "y": [_rounded(value) for value in values[indices].tolist()],
         }  # fmt: skip
 
     def evaluations(self, split: str | None, label: str, what: str = "loss") -> Chart | None:
@@ -129,10 +129,10 @@ class Curves:
 
         smooth: training log lines with smoothed losses
         """
-        found = [self.series("train", "perplexity", _exponentials(smooth, "loss"))]
+        found = [self.series("train", "perplexity", _with_perplexity(smooth, "loss"))]
         for split, lines in self.evaluated.items():
             key = f"eval_{split}_loss" if split else "eval_loss"
-            values = _exponentials(lines, key)
+            values = _with_perplexity(lines, key)
             found.append(self.series(f"eval {split or ''}", "perplexity", values, "dots"))
         return found
 
@@ -183,8 +183,8 @@ def charts_of(
         *(curves.evaluations(split, f"eval {split or ''}") for split in curves.evaluated),
         curves.series("spike", "loss", spiked, "marks"),
     ]
-    some = [*trained[:: len(trained) // 100 + 1], *trained[-20:]]
-    keys = dict.fromkeys(key for line in some for key in line)
+    sampled = [*trained[:: len(trained) // 100 + 1], *trained[-20:]]
+    keys = dict.fromkeys(key for line in sampled for key in line)
     shares = {key: key.removeprefix("tokens_share/") for key in keys if "tokens_share/" in key}
     known = {key for *_, names in _TRAIN for key in names} | _NO_CHART
     groups = [
@@ -192,34 +192,34 @@ def charts_of(
         ("Mixture", "share of all tokens", "tokens seen so far", shares),
         *((key, "", "", {key: key}) for key in keys if key not in known and "/" not in key),
     ]
-    of_sources = [
+    source_losses = [
         curves.series(key.removeprefix("loss/"), key, curves.smoothed(key)[0])
         for key in keys if key.startswith("loss/")
     ]  # fmt: skip
-    right = [curves.evaluations(split, split or "eval", "accuracy") for split in curves.evaluated]
+    accuracies = [curves.evaluations(one, one or "eval", "accuracy") for one in curves.evaluated]
     mean = f"mean of {count} logs" if count > 1 else ""
     charts = [
         _chart("Loss", "nats per token", losses, wide=True),
-        _chart("Loss of each source", "nats per token", of_sources, mean),
+        _chart("Loss of each source", "nats per token", source_losses, mean),
         _chart("Perplexity", "perplexity", curves.perplexities(smooth), mean),
-        _chart("Token accuracy", "share of the tokens", right, "in evaluations"),
+        _chart("Token accuracy", "share of the tokens", accuracies, "in evaluations"),
     ]
     what = "device, peak since the last line" if DEVICE in keys else "host, resident"
-    by_rank = _memory(curves, memory if memory_table(memory) else ())
-    alone = len({point["rank"] for point in memory}) == 1
-    if not alone:
+    by_rank = _memory_series(curves, memory if memory_table(memory) else ())
+    single_rank = len({point["rank"] for point in memory}) == 1
+    if not single_rank:
         charts.append(_chart("Memory by rank and phase", "GiB", by_rank, what))
-    charts.append(_waiting(curves, [one["name"] for one in waited[:NAMED]]))
+    charts.append(_waiting_chart(curves, [one["name"] for one in waited[:NAMED]]))
     for title, unit, note, names in groups:
         lines = [curves.series(name, key) for key, name in names.items() if key in keys]
-        if alone and title == (DEVICE_MEMORY if DEVICE in keys else HOST_MEMORY):
+        if single_rank and title == (DEVICE_MEMORY if DEVICE in keys else HOST_MEMORY):
             # This chart already has the rank's memory in training.
             lines += [line for line in by_rank if line and line["style"] == "points"]
         charts.append(_chart(title, unit, lines, note))
     return [chart for chart in charts if chart["lines"]]
 
 
-def _memory(curves: Curves, points: Sequence[Point]) -> list[Chart | None]:
+def _memory_series(curves: Curves, points: Sequence[Point]) -> list[Chart | None]:
     """Return a series of training memory for each of the fullest ranks, and one per other phase.
 
     points: from `memory_by_rank`
@@ -239,7 +239,7 @@ def _memory(curves: Curves, points: Sequence[Point]) -> list[Chart | None]:
     ]
 
 
-def _waiting(curves: Curves, names: Sequence[str]) -> Chart:
+def _waiting_chart(curves: Curves, names: Sequence[str]) -> Chart:
     """Return the chart of the slowest ranks: a series for each of `names`, one for other ranks."""
     others = "other ranks"
     by_name: dict[str, list[Line]] = {name: [] for name in [*names, others]}
@@ -332,7 +332,7 @@ def _draw(axes: Any, chart: Chart) -> None:
             name.set_parse_math(False)
 
 
-def _exponentials(lines: Sequence[Line], key: str) -> list[Line]:
+def _with_perplexity(lines: Sequence[Line], key: str) -> list[Line]:
     """Add `perplexity`, exp(`key`), to each line. It is infinite for losses from 690 on."""
     losses = column(lines, key)
     values = np.exp(np.where(losses >= 690, math.inf, losses)).tolist()
@@ -359,5 +359,5 @@ def _chart(
     }  # fmt: skip
 
 
-def _short(value: float) -> float | None:
+def _rounded(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None

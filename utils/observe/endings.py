@@ -49,20 +49,20 @@ class End(Enum):
     """The state of a start or a run: a word for the user, and the evidence for the state."""
 
     ALIVE = "running", "its lock has a recent heartbeat"
-    SILENT = "running", "its lock has none, but Slurm runs its job"
+    SILENT = "running", "its lock has no recent heartbeat, but Slurm runs its job"
     QUEUED = "waiting", "its job is in Slurm's queue"
     STARTING = "starting", "its job started after the last heartbeat"
-    FINISHED = "finished", "its summary is logged and final/ is there"
-    FINISHING = "finished", "the same, and its lock has a recent heartbeat"
-    NOTHING_LEFT = "finished", "it left before training, and final/ is there"
-    NO_MODEL = "stopped", "its summary is logged, but final/ is not there"
+    FINISHED = "finished", "its summary is logged and final/ exists"
+    FINISHING = "finished", "as FINISHED, and its lock has a recent heartbeat"
+    NOTHING_LEFT = "finished", "it released its lock before training, and final/ exists"
+    NO_MODEL = "stopped", "its summary is logged, but final/ does not exist"
     STOPPED = "stopped", "a stop is logged"
-    NOT_FINITE = "failed", "a file nonfinite-step-N.json of its time is there"
-    BY_USER = "stopped", "it left its lock when its user pressed Ctrl-C"
-    ERROR = "failed", "it left its lock with an error"
-    UNEXPLAINED = "failed", "it left its lock without an error"
-    GONE = "interrupted", "it did not leave its lock, and its process is dead"
-    LOST = "interrupted", "it did not leave its lock, which has no recent heartbeat"
+    NOT_FINITE = "failed", "it wrote a file nonfinite-step-N.json"
+    BY_USER = "stopped", "it released its lock when its user pressed Ctrl-C"
+    ERROR = "failed", "it released its lock with an error"
+    UNEXPLAINED = "failed", "it released its lock without an error"
+    GONE = "interrupted", "it did not release its lock, and its process is dead"
+    LOST = "interrupted", "it did not release its lock, and the lock has no recent heartbeat"
     UNKNOWN = "interrupted", "it has no lock"
 
     @property
@@ -234,16 +234,16 @@ def advice(run: History, end: End, job: Job | None) -> str:
         return f"wait for its first step, or scancel {job.id}"
     if end.word == "finished":
         return f"python chat.py {where}; upload: python -m utils.publish.hub {where} OWNER/NAME"
-    how, command = "resume" if run.checkpoints else "start again", _command(run)
+    how, command = "resume" if run.checkpoints else "start again", _start_command(run)
     if end is End.STOPPED and _why_stopped(run.starts[-1]).startswith("max_gpu_hours"):
         how = "resume with a larger --max_gpu_hours"
         if "sweep_job.sh" not in command:  # a sweep's settings are in its file
             command, *note = re.sub(r" --max_gpu_hours[= ]\S+", "", command).partition(" (with ")
             command += f" --max_gpu_hours HOURS{''.join(note)}"
-    return f"{_change_first(run, end)}{how}: {command}"
+    return f"{_changes_before_start(run, end)}{how}: {command}"
 
 
-def _change_first(run: History, end: End) -> str:
+def _changes_before_start(run: History, end: End) -> str:
     """Return the words of `advice` on what to change before the next start; "" if nothing."""
     error = (run.starts[-1].error or "") if run.starts else ""
     if any(page.name.startswith("out-of-memory") for page in pages_of_a_failure(run, end)):
@@ -258,7 +258,7 @@ def _change_first(run: History, end: End) -> str:
     return ""
 
 
-def _command(run: History) -> str:
+def _start_command(run: History) -> str:
     """Return the command line of the run's last start, from provenance.json.
 
     For a Slurm job, this is the user's call of slurm/submit.sh.
@@ -277,6 +277,6 @@ def _command(run: History) -> str:
         return (slurm.get("command") or other).strip()
     strategy = launch.get("strategy") or "multi_gpu"
     config = "cpu" if launch.get("devices") == ["cpu"] else strategy.replace("ddp", "multi_gpu")
-    several = f"--config_file accelerate_configs/{config}.yaml --num_processes {ranks}"
-    alone = "python" if ranks == 1 else f"accelerate launch {several}"
-    return f"{variables}{launcher} {words}" if launcher else f"{alone} {words}"
+    options = f"--config_file accelerate_configs/{config}.yaml --num_processes {ranks}"
+    default = "python" if ranks == 1 else f"accelerate launch {options}"
+    return f"{variables}{launcher} {words}" if launcher else f"{default} {words}"

@@ -73,7 +73,7 @@ def where_the_hours_went(run: History) -> dict[str, float]:
     spent = dict.fromkeys((key for key, _ in HOURS), 0.0)
     since = None
     for start in run.starts:
-        known = _seconds_of(start)
+        known = _seconds_of_start(start)
         known["startup"] = (start.trained or start.ended) - start.began
         if start.trained and end_of_start(run, start).word in ("interrupted", "failed"):
             times = [start.trained, *(line["time"] for line in start.lines)]
@@ -102,7 +102,7 @@ def _seconds_before(start: Start, since: float | None) -> dict[str, float]:
     return dict(zip(("between", "queue", "startup"), seconds, strict=True))
 
 
-def _seconds_of(start: Start) -> dict[str, float]:
+def _seconds_of_start(start: Start) -> dict[str, float]:
     """Return {key of HOURS: seconds} of a start, from the times in its log lines."""
     trained = [line for line in start.lines if line["event"] == "train"]
     first, step_time, wait, lost = (
@@ -132,9 +132,9 @@ def memory_by_rank(run: History) -> list[Point]:
     points: list[Point] = []
     for event in PHASES if run.trained else ():
         lines = [line for line in run.lines if line["event"] == event]
-        count = max(40, READ // len(_ranks_of(run, run.trained[:1])[0] or "1"))
+        count = max(40, READ // len(_read_memory_by_rank(run, run.trained[:1])[0] or "1"))
         lines = [lines[index] for index in thinned(column(lines, key), count).tolist()]
-        for line, ranks in zip(lines, _ranks_of(run, lines), strict=True):
+        for line, ranks in zip(lines, _read_memory_by_rank(run, lines), strict=True):
             for one in ranks:
                 gib, left = number(one.get(key)), number(one.get("memory_headroom_gib"))
                 name = f"rank {one.get('rank')} ({one.get('host')})"
@@ -143,7 +143,7 @@ def memory_by_rank(run: History) -> list[Point]:
     return [point for point in points if point["gib"] is not None]
 
 
-def _ranks_of(run: History, lines: Sequence[Line]) -> list[list[dict[str, Any]]]:
+def _read_memory_by_rank(run: History, lines: Sequence[Line]) -> list[list[dict[str, Any]]]:
     """Read the field `memory_by_rank` of each of `lines` from metrics.jsonl."""
     with (run.path / FILE_NAME).open("rb") as file:
         whole = [read_line(file.readline()) for line in lines if file.seek(line["at"]) >= 0]

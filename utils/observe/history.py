@@ -201,9 +201,9 @@ def read_run(path: Path, *, whole: bool = True) -> History:
         missing.append(f"{PROVENANCE}: not there; hosts, jobs and versions are not known")
     entries: list[dict[str, Any]] = redacted([each for each in record.starts if each.get("time")])
     owners, refused = _read_owners(path, entries)
-    read_log = cache(_text) if whole else lambda _: ""
-    grouped = _grouped(lines, entries)
-    starts = [_with_cause(path, one, read_log) for one in _with_ends(grouped, owners)]
+    read_log = cache(_read_text) if whole else lambda _: ""
+    grouped = _group_by_start(lines, entries)
+    starts = [_add_cause(path, one, read_log) for one in _add_ends(grouped, owners)]
     # For each event, split and step, the last line that no later start repeated.
     counted: dict[tuple[Any, ...], Line] = {}
     for start in starts:
@@ -279,7 +279,7 @@ def _read_owners(
     return others, newest
 
 
-def _grouped(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]]) -> list[Start]:
+def _group_by_start(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]]) -> list[Start]:
     """Return the starts, each with its log lines. A line `started` or `resumed` begins a start."""
     starts = [Start(unix_s(entry["time"]) or 0.0, entry) for entry in entries]
     current = -1
@@ -305,7 +305,7 @@ def _grouped(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]]) -> lis
     return sorted(starts, key=lambda start: start.began)
 
 
-def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Start]:
+def _add_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Start]:
     """Yield each start with `owner`, `ended` and `lost_steps` set and its lost lines marked.
 
     Also yield a start that acquired the run lock but died before it wrote to provenance.json.
@@ -336,7 +336,7 @@ def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Star
         before, ran_s = start.began, ran_s + max(known) - start.began
 
 
-def _with_cause(path: Path, start: Start, read: Callable[[Path], str]) -> Start:
+def _add_cause(path: Path, start: Start, read: Callable[[Path], str]) -> Start:
     """Return the start with `error` and `by_slurm`, from verdict.txt, .lock and the job's log."""
     cause, by_slurm = start.owner.error if start.owner else None, ""
     if start.job.get("job_id"):
@@ -349,7 +349,7 @@ def _with_cause(path: Path, start: Start, read: Callable[[Path], str]) -> Start:
     return replace(start, error=redact(cause) if cause else None, by_slurm=by_slurm)
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     with contextlib.suppress(OSError, ValueError):  # another user's file, or an impossible name
         return path.read_text("utf-8", "replace")
     return ""

@@ -66,8 +66,8 @@ def hours_of(run: History) -> Hours:
     before, ranks = None, 1
     own = list(dropwhile(lambda start: start.owner is None, run.starts))
     for start in own or run.starts:
-        ranks = _ranks(start) or ranks
-        for name, seconds in _seconds(run, start, before).items():
+        ranks = _rank_count(start) or ranks
+        for name, seconds in _seconds_by_use(run, start, before).items():
             parts[name] += seconds * ranks / 3600
         before = start
     kwh = sum(start.owner.kwh or 0.0 for start in own if start.owner)
@@ -76,12 +76,12 @@ def hours_of(run: History) -> Hours:
     return Hours(parts, unit, kwh)
 
 
-def _ranks(start: Start) -> int:
-    given = int((start.entry.get("launch") or {}).get("world_size") or 0)
-    return given if 0 < given < LARGEST else 0
+def _rank_count(start: Start) -> int:
+    ranks = int((start.entry.get("launch") or {}).get("world_size") or 0)
+    return ranks if 0 < ranks < LARGEST else 0
 
 
-def _seconds(run: History, start: Start, before: Start | None) -> dict[str, float]:
+def _seconds_by_use(run: History, start: Start, before: Start | None) -> dict[str, float]:
     """Return {use (key of PHASES): seconds} of a start.
 
     The seconds add up to the time for which the start held its GPUs. before: the previous start, or
@@ -90,7 +90,7 @@ def _seconds(run: History, start: Start, before: Start | None) -> dict[str, floa
     spent = start.owner.spent if start.owner else {}
     saved = start.owner.saved if start.owner else {}
     began = start.owner.since if start.owner else start.began
-    parts = _by_part(spent)
+    parts = _sum_by_use(spent)
     rest = max(start.ended - began - sum(spent.values()), 0.0)
     if spent:
         rest = min(rest, 2 * WATCH_S)  # since the last heartbeat; more if a clock was wrong
@@ -99,21 +99,21 @@ def _seconds(run: History, start: Start, before: Start | None) -> dict[str, floa
         rest -= parts["starts"]
     end = end_of_start(run, start)
     if end.word in ("failed", "interrupted") or end is End.BY_USER:
-        kept = _by_part(saved)
+        kept = _sum_by_use(saved)
         parts["lost"] = rest + sum(max(parts[name] - kept[name], 0.0) for name in REDONE)
         parts |= {name: min(parts[name], kept[name]) for name in REDONE}
     else:
         parts["other"] += rest
-    name, seconds = _before(start, began, before)
+    name, seconds = _time_before_start(start, began, before)
     parts[name] += seconds
     return parts
 
 
-def _by_part(spent: Mapping[str, float]) -> dict[str, float]:
+def _sum_by_use(spent: Mapping[str, float]) -> dict[str, float]:
     return {name: sum(spent.get(phase, 0.0) for phase in phases) for name, phases in PHASES.items()}
 
 
-def _before(start: Start, began: float, before: Start | None) -> tuple[str, float]:
+def _time_before_start(start: Start, began: float, before: Start | None) -> tuple[str, float]:
     """Return (use, seconds) of the time for which the job held its GPUs before a start began.
 
     The use is "starts" or "between restarts". before: the previous start, or None. For a start
@@ -135,7 +135,7 @@ def end_of_budget(output_dir: Path, max_gpu_hours: float | None) -> float | None
     if max_gpu_hours is None or not run.starts:
         return None
     left_h = max_gpu_hours - hours_of(run).total
-    return time.time() + 3600 * left_h / (_ranks(run.starts[-1]) or 1)
+    return time.time() + 3600 * left_h / (_rank_count(run.starts[-1]) or 1)
 
 
 def amount(number: float) -> str:

@@ -98,7 +98,7 @@ def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None
     facts["charted"] = any(line["step"] for chart in charts for line in chart["lines"])
     marks = starts_on_axes(runs[0]) if len(runs) == 1 else []
     body = "one_run.html" if len(runs) == 1 else "several_runs.html"
-    _write(output, body, facts, {"charts": charts, "marks": marks})
+    _write_html(output, body, facts, {"charts": charts, "marks": marks})
     if picture is not None:
         title = facts["title"] if len(charts) > 1 else ""
         draw_picture(charts, title, picture)
@@ -146,18 +146,18 @@ def write_folder_page(all_in: str | None, output: Path | None, refresh_s: float 
     faults: list[Fault] = []
     with contextlib.suppress(OSError):  # status.py --nodes shows the error
         faults = read_ledger()[0][-SHOWN["faults"] :]
-    of_jobs = [
+    job_states = [
         "failed" if job.log else "waiting" if job.state == "PENDING" else "starting" for job in jobs
     ]
     facts = {
         "title": f"Runs in {folder.resolve()}", "now": time.time(), "rows": rows,
-        "jobs": [*zip(of_jobs, jobs, strict=True)],
-        "counts": Counter([*(run.state for run in runs), *of_jobs]),
+        "jobs": [*zip(job_states, jobs, strict=True)],
+        "counts": Counter([*(run.state for run in runs), *job_states]),
         "sums": sums_of_hours(runs, names),
         "refresh_s": refresh_s, "charted": False, "points": CURVE_POINTS, "below": below,
         "faults": faults[::-1],
     }  # fmt: skip
-    _write(output, "folder.html", facts, {"charts": [], "marks": []})
+    _write_html(output, "folder.html", facts, {"charts": [], "marks": []})
     return Text(f"{printable(str(output))}: {len(runs)} runs, {clock(time.time())}")
 
 
@@ -187,14 +187,14 @@ def _link(page: Path, output: Path) -> str | None:
     return quote(os.fsencode(os.path.relpath(page.resolve(), output.resolve().parent)))
 
 
-def _write(output: Path, body: str, facts: dict[str, Any], data: dict[str, Any]) -> None:
+def _write_html(output: Path, body: str, facts: dict[str, Any], data: dict[str, Any]) -> None:
     try:
-        replace_text(output, _rendered({"body": body, **facts}, data))
+        replace_text(output, _render({"body": body, **facts}, data))
     except OSError as error:
         raise ConfigurationError(f"{output} cannot be written: {error.strerror}") from error
 
 
-def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
+def _render(facts: dict[str, Any], data: dict[str, Any]) -> str:
     """Return the page as HTML.
 
     facts: variables of the templates. data: JSON values for page.js. Each "<" in `data` is escaped,
@@ -207,7 +207,7 @@ def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
     )
     environment.filters |= {
         "figure": figure, "count": counted, "clock": clock, "duration": duration,
-        "size": readable, "shortened": _shortened, "unix_s": unix_s, "exp": _exponential,
+        "size": readable, "shortened": _shorten, "unix_s": unix_s, "exp": _perplexity,
         "printable": lambda text: printable(str(text)), "amount": amount,
         "command": lambda words: shlex.join(map(str, words)),
         "json": lambda value: json.dumps(value, ensure_ascii=False, default=str),
@@ -267,11 +267,11 @@ def _headline(run: History) -> dict[str, str]:
     }
 
 
-def _exponential(loss: float) -> float:
+def _perplexity(loss: float) -> float:
     return math.inf if loss >= 690 else math.exp(loss)
 
 
-def _shortened(text: Any) -> str:
+def _shorten(text: Any) -> str:
     """Return the first characters of a sample's text, with known secrets masked."""
     shown, most = redact(str(text)), SHOWN["characters"]
     return shown[:most] + "..." * (len(shown) > most)
@@ -287,13 +287,13 @@ def _start_rows(run: History) -> list[dict[str, Any]]:
     whole = max(end - begin, 1e-9)
     rows = []
     for start in run.starts:
-        end_of_it, until = end_of_start(run, start), start.ended
-        if end_of_it.word in ("interrupted", "failed"):
+        state, until = end_of_start(run, start), start.ended
+        if state.word in ("interrupted", "failed"):
             kept = [line["time"] for line in start.lines if not line["lost"]]
             until = max([start.trained or start.began, *kept])
         rows.append(
             {
-                "start": start, "end": end_of_it, "ending": start_in_words(run, start),
+                "start": start, "end": state, "ending": start_in_words(run, start),
                 "left": 100 * (start.began - begin) / whole,
                 "width": 100 * (start.ended - start.began) / whole,
                 "useful": 100 * (until - start.began) / max(start.ended - start.began, 1e-9),

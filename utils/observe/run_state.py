@@ -154,25 +154,25 @@ def queued_jobs(users: Sequence[str] = ()) -> dict[str, Job]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}
-    jobs, noted = {}, submitted_runs()
+    jobs, submitted = {}, submitted_runs()
     for row in (line.split("|", 6) for line in done.stdout.splitlines()):
         if row[6:]:
             id_, shown, state, reason, left, start, name = row
             started = None
             with contextlib.suppress(ValueError):  # N/A while it waits without a forecast
                 started = datetime.datetime.fromisoformat(start).timestamp()
-            shown, output_dir = shown.partition("_[")[0], noted.get(id_, (None,))[0]
+            shown, output_dir = shown.partition("_[")[0], submitted.get(id_, (None,))[0]
             jobs[id_] = Job(shown, state, reason, time_limit_s(left), name, started, output_dir)
-    newest = sorted(noted.keys() - jobs.keys(), key=lambda id_: (len(id_), id_), reverse=True)
+    newest = sorted(submitted.keys() - jobs.keys(), key=lambda id_: (len(id_), id_), reverse=True)
     for id_ in newest:
-        output_dir, log = noted[id_]
+        output_dir, log = submitted[id_]
         with contextlib.suppress(OSError):
-            if last := _last_words(Path(log), Path(output_dir), id_):
+            if last := _last_log_line(Path(log), Path(output_dir), id_):
                 jobs[id_] = Job(id_, "FAILED", last, None, Path(log).name, None, output_dir, log)
     return jobs
 
 
-def _last_words(log: Path, run: Path, job: str) -> str:
+def _last_log_line(log: Path, run: Path, job: str) -> str:
     """Return the last line of a job's log. Return "" if the log is old or the job's run began.
 
     run: the run directory of the job. job: the job's id.
@@ -180,7 +180,7 @@ def _last_words(log: Path, run: Path, job: str) -> str:
     if not log.is_file():
         return ""
     ended = log.stat().st_mtime
-    if time.time() - ended > SHOWN_S or _began(run, job, ended):
+    if time.time() - ended > SHOWN_S or _run_began(run, job, ended):
         return ""
     with log.open("rb") as file:
         file.seek(max(log.stat().st_size - LAST_BYTES, 0))
@@ -189,7 +189,7 @@ def _last_words(log: Path, run: Path, job: str) -> str:
     return redact(lines[-1])[-LONGEST_LINE:] if lines else "without a word"
 
 
-def _began(run: Path, job: str, ended: float) -> bool:
+def _run_began(run: Path, job: str, ended: float) -> bool:
     """Return whether a job began its run, or another start began this run after the job's end.
 
     run: the run directory. job: the job's id. ended: unix seconds.

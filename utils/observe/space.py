@@ -80,7 +80,7 @@ def show_space(folder: Path) -> str:
             ends_s = space.oldest[0] + int(days) * DAY_S
             purge = f"purged from {time.strftime('%Y-%m-%d', time.localtime(ends_s))} on"
             line += f"; {purge}"
-            if copy := _copy_of(path):
+            if copy := _complete_copy(path):
                 line += f"; copied to {copy}"
             elif ends_s - time.time() <= WARN_DAYS * DAY_S:
                 keep = f"python status.py --keep {shlex.quote(printable(str(path)))}"
@@ -151,18 +151,18 @@ def measure(folder: Path, purged_by: str, seen: set[tuple[int, int]]) -> Space:
 def _quota(folder: Path) -> Iterator[str]:
     """Yield the output lines of `quota` and `lfs quota`, or a line that neither is installed."""
     commands = ["quota", "-s"], ["lfs", "quota", "-h", str(folder)]
-    there = [command for command in commands if shutil.which(command[0])]
-    if not there:
+    installed = [command for command in commands if shutil.which(command[0])]
+    if not installed:
         yield "quota: not known, neither `quota` nor `lfs` is here"
-    for command in there:
+    for command in installed:
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=QUOTA_S, check=False
             )
-            said = done.stdout.strip() or done.stderr.strip()  # exit code 1: above a limit
+            output = done.stdout.strip() or done.stderr.strip()  # exit code 1: above a limit
         except (OSError, ValueError, subprocess.SubprocessError) as error:
-            said = str(error)
-        yield from (f"{command[0]}: {line}" for line in said.splitlines())
+            output = str(error)
+        yield from (f"{command[0]}: {line}" for line in output.splitlines())
 
 
 def keep_run(run: Path, say: Callable[[str], None]) -> None:
@@ -224,7 +224,7 @@ def keep_run(run: Path, say: Callable[[str], None]) -> None:
     say(f"kept: {target}, all files read back and verified")
 
 
-def _copy_of(run: Path) -> Path | None:
+def _complete_copy(run: Path) -> Path | None:
     """Return the path of a run's copy in STOKER_ARCHIVE; None if the copy lacks log lines."""
     copy = Path(os.environ.get("STOKER_ARCHIVE", "(not set)"), run.resolve().name)
     records = [RunRecord(each, lenient=True).run_id for each in (run, copy) if is_run(each)]

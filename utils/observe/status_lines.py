@@ -52,7 +52,7 @@ def show_runs(
         runs = [read_status(Path(directory), jobs) for directory in directories]
         if as_json:
             return strict_json([dataclasses.asdict(run) for run in runs], indent=1)
-        return Group(*map(_lines, runs))
+        return Group(*map(_status_lines, runs))
     runs, names, others = runs_of_folder(all_in, jobs)
     if as_json:
         return strict_json([dataclasses.asdict(run) for run in runs], indent=1)
@@ -129,7 +129,7 @@ def display(look: Callable[[], str | RenderableType], watch_s: float | None) -> 
         return 0
 
 
-def _lines(run: RunStatus) -> Text:
+def _status_lines(run: RunStatus) -> Text:
     head = Text.assemble(
         (printable(run.run), "bold"), "  ", (run.state, COLOURS[run.state]),
         f"  {printable(run.because)}",
@@ -243,29 +243,29 @@ def sync_wandb(directories: Sequence[str], all_in: str | None) -> int:
     """
     runs = [Path(each) for each in directories] or runs_below(Path(all_in or "runs"))
     load_env_file()
-    done, left, records = 0, [], 0
+    uploaded, failed, records = 0, [], 0
     for run in runs:
         found = [*run.glob("wandb/offline-run-*/run-*.wandb")]
         records += len(found)
-        files = sorted(file for file in found if not _marker(file).exists())  # newest last
+        files = sorted(file for file in found if not _upload_marker(file).exists())  # newest last
         if files and read_status(run, {}).state == "running":
             say(f"{run} is running; to follow it: wandb beta sync --live {files.pop()}")
         for file in files:
             if _upload(file):
-                done += 1
+                uploaded += 1
             else:
-                left.append(str(file))
-    if left:
+                failed.append(str(file))
+    if failed:
         raise ConfigurationError(
-            f"wandb did not take {', '.join(left)}, as it says above. It needs WANDB_API_KEY in "
+            f"wandb did not take {', '.join(failed)}, as it says above. It needs WANDB_API_KEY in "
             "the environment or .env, or `wandb login`, and a server in reach."
         )
     none = "no offline records in RUN/wandb; the setting report_to: wandb makes them"
-    say(f"wandb: {f'{done} uploaded, nothing left' if records else none}")
+    say(f"wandb: {f'{uploaded} uploaded, nothing left' if records else none}")
     return 0
 
 
-def _marker(file: Path) -> Path:
+def _upload_marker(file: Path) -> Path:
     return file.with_name(f"{file.name}.synced")
 
 
@@ -281,8 +281,8 @@ def _upload(file: Path) -> bool:
             cut_off = cut_off or CUT_OFF in line
     if cut_off:
         say("wandb: this start was killed while it recorded; what is complete is uploaded")
-        _marker(file).touch()
-    return _marker(file).exists()
+        _upload_marker(file).touch()
+    return _upload_marker(file).exists()
 
 
 def say(text: str) -> None:

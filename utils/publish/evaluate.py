@@ -31,7 +31,7 @@ from utils.publish.hub import RESULTS
 logger = logging.getLogger(__name__)
 
 # Prefixes of a launcher's environment variables. They would make lm_eval wait for other processes.
-OF_THE_LAUNCH = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
+LAUNCHER_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="directory of a finished run")
     parser.add_argument("--tasks", nargs="+", required=True, help="of lm_eval, by blanks or commas")
-    given, flags = parser.parse_known_args(argv)
-    evaluate(given.run, given.tasks, flags)
+    arguments, flags = parser.parse_known_args(argv)
+    evaluate(arguments.run, arguments.tasks, flags)
     return 0
 
 
@@ -71,22 +71,22 @@ def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name not in LAUNCHER_VARIABLES and not name.startswith(OF_THE_LAUNCH)
+        if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
     }
-    with tempfile.TemporaryDirectory() as made:
-        command += ["--output_path", made, *flags]
+    with tempfile.TemporaryDirectory() as folder:
+        command += ["--output_path", folder, *flags]
         logger.info("benchmarks: %s", shlex.join(command))
         sys.stdout.flush()
-        done = subprocess.run(command, env=environment, check=False)
-        written = sorted(Path(made).rglob("results_*.json"))
-        if done.returncode or not written:
+        process = subprocess.run(command, env=environment, check=False)
+        result_files = sorted(Path(folder).rglob("results_*.json"))
+        if process.returncode or not result_files:
             fetch = ["python", *command[1:4], "--model", "dummy", "--tasks", *tasks, "--limit", "1"]
             raise ConfigurationError(
-                f"lm_eval ended with {done.returncode}; its output above says why. Without a "
+                f"lm_eval ended with {process.returncode}; its output above says why. Without a "
                 "network the tasks' data has to be in the cache (HF_HOME): where there is one, as "
                 f"on the login node, `{shlex.join(fetch)}` fetches it, and finds unknown names."
             )
-        replace_text(run / RESULTS, written[-1].read_text(encoding="utf-8"))
+        replace_text(run / RESULTS, result_files[-1].read_text(encoding="utf-8"))
     logger.info("benchmarks: %s has all figures; publishing adds them to the card", run / RESULTS)
 
 

@@ -65,12 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--public", action="store_true", help="make a new model visible to all, not private")
     add("--base_model", metavar="OWNER/NAME", help="the base's name, where the run knows a path")
     add("--dry_run", action="store_true", help="check, say what would be uploaded, and stop")
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     files = files_to_publish(
-        given.run, given.name, adapter=given.adapter, base_model=given.base_model
+        options.run, options.name, adapter=options.adapter, base_model=options.base_model
     )
-    if not given.dry_run:
-        logger.info("published: %s", upload(files, given.name, private=not given.public))
+    if not options.dry_run:
+        logger.info("published: %s", upload(files, options.name, private=not options.public))
     return 0
 
 
@@ -83,8 +83,8 @@ def files_to_publish(
     an unfinished run, a secret in a file, or an adapter whose base model has no name on the Hub.
     """
     directory = run / (ADAPTER if adapter else FINAL)
-    for given in filter(None, (name, base_model)):
-        _check_hub_name(given)
+    for hub_name in filter(None, (name, base_model)):
+        _check_hub_name(hub_name)
     if not directory.is_dir():
         raise ConfigurationError(
             f"{run} has no {directory.name}/ yet, which the end of a run writes: resume it first, "
@@ -97,7 +97,7 @@ def files_to_publish(
     problem = f"it cannot be published{how_to_rewrite(directory)}"
     if CARD in files:
         with foreign(directory / CARD, problem):
-            files[CARD] = _card(run, directory, name, base_model).encode()
+            files[CARD] = _card_text(run, directory, name, base_model).encode()
     if adapter:
         with foreign(directory / ADAPTER_CONFIG, problem):
             files[ADAPTER_CONFIG] = _adapter_config(directory, base_model).encode()
@@ -142,13 +142,13 @@ def upload(files: Mapping[str, Path | bytes], name: str, *, private: bool) -> st
     api = HfApi(token=token)
     try:
         url = api.create_repo(name, private=private, exist_ok=True)
-        there = api.model_info(url.repo_id)
-        visible = "private" if there.private else "public"
-        if there.private is not None and there.private != private:
+        info = api.model_info(url.repo_id)
+        visible = "private" if info.private else "public"
+        if info.private is not None and info.private != private:
             logger.warning("%s is there already and stays %s", url, visible)
         logger.info("uploading to %s (%s)", url, visible)
-        known = [file.rfilename for file in there.siblings or []]
-        stale = [file for file in known if _matches(file, WEIGHTS) and file not in files]
+        remote_files = [file.rfilename for file in info.siblings or []]
+        stale = [file for file in remote_files if _matches(file, WEIGHTS) and file not in files]
         operations: list[Any] = [CommitOperationDelete(file) for file in stale]
         operations += [
             CommitOperationAdd(path, file if isinstance(file, bytes) else str(file))
@@ -156,9 +156,9 @@ def upload(files: Mapping[str, Path | bytes], name: str, *, private: bool) -> st
         ]
         api.create_commit(url.repo_id, operations, commit_message="Model trained with Stoker")
     except HfHubHTTPError as error:
-        said = str(error.server_message or error).strip().splitlines()[0]
+        cause = str(error.server_message or error).strip().splitlines()[0]
         raise ConfigurationError(
-            f"{name}: the Hub answered {error.response.status_code} ({said}): is the token valid, "
+            f"{name}: the Hub answered {error.response.status_code} ({cause}): is the token valid, "
             f"has it write access ({TOKENS_PAGE}), and is {name.split('/')[0]} you or an "
             "organization of yours? If so, try again later."
         ) from error
@@ -183,7 +183,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _card(run: Path, directory: Path, name: str, base_model: str | None) -> str:
+def _card_text(run: Path, directory: Path, name: str, base_model: str | None) -> str:
     """Return the model card's text with the model's Hub name and, if any, the lm_eval results."""
     from huggingface_hub import ModelCard
 
@@ -198,12 +198,12 @@ def _card(run: Path, directory: Path, name: str, base_model: str | None) -> str:
         text = text.replace('("BASE", ', f'("{base_model}", ')
     if directory.name == FINAL and (run / RESULTS).is_file():
         with foreign(run / RESULTS, "these are no results of lm_eval", "Evaluate again."):
-            lines = "\n".join(_benchmarks(read_object(run / RESULTS)))
+            lines = "\n".join(_benchmark_lines(read_object(run / RESULTS)))
         text = f"{text.rstrip()}\n\n## Benchmarks\n\n{lines}\n"
     return text
 
 
-def _benchmarks(content: Mapping[str, Any]) -> Iterator[str]:
+def _benchmark_lines(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of a Markdown table with the results. content: the JSON of lm_eval.json."""
     limit = (content.get("config") or {}).get("limit")
     part = f", with --limit {limit:g}" if limit else ""

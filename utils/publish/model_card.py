@@ -37,7 +37,7 @@ SOURCES_SHOWN = 5
 # Settings of adapters that vLLM refuses (vllm/lora/peft_helper.py). PEFT also refuses the last one.
 HARD_TO_SERVE = ("modules_to_save", "target_parameters", "use_dora", "trainable_token_indices")
 # The folder of a downloaded model or dataset in the Hub's cache.
-_IN_THE_CACHE = re.compile(r"(models|datasets)--([^/\s]+?)--([^/\s]+)/snapshots/")
+_HUB_CACHE_FOLDER = re.compile(r"(models|datasets)--([^/\s]+?)--([^/\s]+)/snapshots/")
 _HUB_URL = re.compile(r"hf://datasets/([^/\s@]+/[^/\s@]+)")
 _ABSOLUTE = re.compile(r"(?<![\w./:~)-])/(?:[^\s/'\"`=,:]+/)*([^\s/'\"`=,:]+)")
 
@@ -79,7 +79,7 @@ def base_model(run: Path) -> tuple[str | None, dict[str, Any]]:
     if HUB_NAME.fullmatch(name) and not directory.is_dir():
         cached = try_to_load_from_cache(name, CARD, revision=settings.get("model_revision"))
         return name, license_of(Path(cached)) if isinstance(cached, str) else {}
-    found = _IN_THE_CACHE.search(f"{directory.resolve()}/")
+    found = _HUB_CACHE_FOLDER.search(f"{directory.resolve()}/")
     return "/".join(found.groups()[1:]) if found else None, license_of(directory / CARD)
 
 
@@ -95,7 +95,7 @@ def hub_dataset(path: str) -> str | None:
     """Return the Hub name of the dataset to which a source file belongs; None if unknown."""
     if found := _HUB_URL.match(path):
         return found[1]
-    found = _IN_THE_CACHE.search(path)
+    found = _HUB_CACHE_FOLDER.search(path)
     return f"{found[2]}/{found[3]}" if found and found[1] == "datasets" else None
 
 
@@ -146,7 +146,7 @@ class RunCard:
 
     def _lines(self) -> Iterator[str]:
         yield f"# {Path(self.name).parent.name}\n"
-        yield self._what_it_is()
+        yield self._summary()
         yield "\n## Use\n"
         yield from self._usage()
         yield "\n## Data\n"
@@ -166,7 +166,7 @@ class RunCard:
                 f"{sources}{f' and {more} more' if more > 0 else ''} |"
             )
         yield "\n## Training\n"
-        yield from _figures(self.run, self.step, self.start["launch"])
+        yield from _figures_table(self.run, self.step, self.start["launch"])
         yield "\n| setting | value |\n|---|---|"
         for key in SETTINGS:
             moot = key.startswith(("lora_", "use_")) and not self.settings.get("use_peft")
@@ -187,7 +187,7 @@ class RunCard:
         versions = {"Python": self.start["python"], **self.start["versions"]}
         yield ", ".join(f"{each} {version}" for each, version in versions.items() if version) + "."
 
-    def _what_it_is(self) -> str:
+    def _summary(self) -> str:
         given = self.settings.get("init_from") or self.settings.get("model_name_or_path")
         base = self.base
         model = f"`{given}`" if base is None else f"[{base}](https://huggingface.co/{base})"
@@ -217,19 +217,19 @@ class RunCard:
                 f"add new tokens to its base: use the run's merged model, `{FINAL}/`.\n"
             )
         else:
-            yield from self._code(base)
+            yield from self._python_code(base)
         yield f"```bash\n{serve}python chat.py {name}   # in a clone of Stoker\n```"
 
-    def _code(self, base: str) -> Iterator[str]:
+    def _python_code(self, base: str) -> Iterator[str]:
         """Yield Markdown with Python code that loads the model and generates text.
 
         base: the model to load; for an adapter, its base model.
         """
         name = self.name
         loader = f"AutoModelFor{'MultimodalLM' if self.multimodal else 'CausalLM'}"
-        asked, answer = '"The sky is"', '["generated_text"]'
+        prompt, answer = '"The sky is"', '["generated_text"]'
         if (self.directory / "chat_template.jinja").is_file():
-            asked = '[{"role": "user", "content": "Why is the sky blue?"}]'
+            prompt = '[{"role": "user", "content": "Why is the sky blue?"}]'
             answer += '[-1]["content"]'
         yield "```python"
         if self.is_adapter:
@@ -240,10 +240,10 @@ class RunCard:
             yield f'model = PeftModel.from_pretrained(model, "{name}")'
         yield f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
         yield 'generate = pipeline("text-generation", model, tokenizer=tokenizer)'
-        yield f"print(generate({asked}, max_new_tokens=256)[0]{answer})\n```\n"
+        yield f"print(generate({prompt}, max_new_tokens=256)[0]{answer})\n```\n"
 
 
-def _figures(run: Path, step: int, launch: Mapping[str, Any]) -> Iterator[str]:
+def _figures_table(run: Path, step: int, launch: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of a Markdown table: steps, tokens, time and losses at `step`.
 
     launch: the number and kind of devices, as in provenance.json.

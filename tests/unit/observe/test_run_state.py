@@ -422,7 +422,7 @@ def test_a_damaged_run_is_shown_and_the_damage_named(damage, tmp_path):
 def shown(*runs):
     console = Console(file=io.StringIO(), width=200)
     for run in runs:
-        console.print(status_lines._lines(run), soft_wrap=True)
+        console.print(status_lines._status_lines(run), soft_wrap=True)
     return console.file.getvalue()
 
 
