@@ -39,22 +39,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--dtype", default="auto", help="float32, bfloat16, ... (default: as weights were saved)")
     kwargs = "variables of the chat template, such as '{\"enable_thinking\": false}'"
     add("--chat_template_kwargs", type=json.loads, default={}, metavar="JSON", help=kwargs)
-    given = parser.parse_args(argv)
-    if given.greedy and (given.temperature or given.top_p):
+    options = parser.parse_args(argv)
+    if options.greedy and (options.temperature or options.top_p):
         parser.error("--greedy: --temperature and --top_p have no effect with it")
-    if (given.max_new_tokens or 1) < 1:
+    if (options.max_new_tokens or 1) < 1:
         parser.error("--max_new_tokens: give at least 1")
-    if not isinstance(given.chat_template_kwargs, dict):
+    if not isinstance(options.chat_template_kwargs, dict):
         parser.error("--chat_template_kwargs: give a JSON object")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     from utils.launch.signals import EXIT_CODE
     from utils.run.chat import ChatModel, opening, talk
 
-    model = ChatModel(given)
-    if given.prompt is None:
-        talk(model, given.system)
+    model = ChatModel(options)
+    if options.prompt is None:
+        talk(model, options.system)
         return 0
-    model.answer([*opening(given.system), {"role": "user", "content": given.prompt}])
+    model.answer([*opening(options.system), {"role": "user", "content": options.prompt}])
     return EXIT_CODE if model.interrupted else 0
 
 

@@ -31,14 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--output", type=Path, metavar="FILE", help=f"default: RUN/{FILE_NAME}; of several, here")
     add("--png", type=Path, metavar="FILE", help="also a picture (.png, .pdf, .svg; matplotlib)")
     add("--compare", action="store_true", help="compare; a single RUN with the others beside it")
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     gc.disable()  # faster: the collector would visit a million parsed lines again and again
-    paths = run_directories(given.runs, compare=given.compare)
+    paths = run_directories(options.runs, compare=options.compare)
     here = Path(FILE_NAME)
-    if given.output is None and len(paths) > 1 and here.exists():
+    if options.output is None and len(paths) > 1 and here.exists():
         sys.stderr.write(f"{here} is replaced; --output FILE.html keeps it\n")
-    page = write_pages(paths, given.output, given.png)
-    for path in filter(None, (page, given.png)):
+    page = write_pages(paths, options.output, options.png)
+    for path in filter(None, (page, options.png)):
         sys.stdout.write(f"{printable(str(path))}\n")
     return 0
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from utils.launch.entry import start
 
 
-def parsed(argv: list[str] | None) -> argparse.Namespace:
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
     """Return the parsed options. Exit with an error message for options that exclude each other."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
@@ -43,60 +43,61 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     add("--spikes", action="store_true", help="list spikes of loss and gradient norm")
     add("--step", metavar="N", help="the documents of step N, or of steps A-B")
     add("--no_loss", action="store_true", help="--step without a checkpoint")
-    given = parser.parse_args(argv)
-    if given.runs and given.all is not None:
+    options = parser.parse_args(argv)
+    if options.runs and options.all is not None:
         parser.error("name runs, or a folder with --all")
-    if given.sync and (given.json or given.watch is not None):
+    if options.sync and (options.json or options.watch is not None):
         parser.error("--sync uploads and ends: leave out --json and --watch")
-    if given.html is not None and (given.runs or given.json or given.sync):
+    if options.html is not None and (options.runs or options.json or options.sync):
         parser.error("--html writes a page of a folder: give --all DIR, and no run, --json, --sync")
-    others = given.runs or given.all or given.json or given.sync or given.watch
-    if (others or given.html is not None) and (given.space or given.keep):
+    others = options.runs or options.all or options.json or options.sync or options.watch
+    if (others or options.html is not None) and (options.space or options.keep):
         parser.error("--space and --keep go with no other option")
-    of_runs = given.runs or given.all or given.sync or given.html is not None
-    if given.nodes and (of_runs or given.space or given.keep):
+    of_runs = options.runs or options.all or options.sync or options.html is not None
+    if options.nodes and (of_runs or options.space or options.keep):
         parser.error("--nodes shows the faults of all jobs: it takes only --json and --watch")
-    if (given.step or given.spikes) and (len(given.runs) != 1 or given.watch is not None):
+    if (options.step or options.spikes) and (len(options.runs) != 1 or options.watch is not None):
         parser.error("--step and --spikes are of one RUN, and not with --watch")
-    return given
+    return options
 
 
 def main(argv: list[str] | None = None) -> int:
     """Show the status of one run, of several, or of all below a folder; return the exit code."""
-    given = parsed(argv)
+    options = parse_options(argv)
     from utils.observe import status_lines as lines
     from utils.observe.space import keep_run, show_space
 
-    if given.keep:
-        keep_run(Path(given.keep), lines.say)
+    if options.keep:
+        keep_run(Path(options.keep), lines.say)
         return 0
-    if given.space:
-        lines.say(show_space(Path(given.space)))
+    if options.space:
+        lines.say(show_space(Path(options.space)))
         return 0
-    if given.step or given.spikes:
-        lines.read_status(run := Path(given.runs[0]), {})  # raises if the folder is no run
+    if options.step or options.spikes:
+        lines.read_status(run := Path(options.runs[0]), {})  # raises if the folder is no run
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the output
-        if given.step:
+        if options.step:
             from utils.launch.script import configure_environment
 
             configure_environment()  # before the libraries below read it
             from utils.run.documents import show_step
 
-            lines.say(show_step(run, given.step, given.json, not given.no_loss))
+            lines.say(show_step(run, options.step, options.json, not options.no_loss))
         else:
-            lines.say(lines.show_spikes(run, given.json))
+            lines.say(lines.show_spikes(run, options.json))
         return 0
-    if given.sync:
-        return lines.sync_wandb(given.runs, given.all)
-    if given.html is not None:
+    if options.sync:
+        return lines.sync_wandb(options.runs, options.all)
+    if options.html is not None:
         from utils.observe.page import write_folder_page
 
-        file = Path(given.html) if given.html else None
-        return lines.display(partial(write_folder_page, given.all, file, given.watch), given.watch)
-    look = partial(lines.show_runs, given.runs, given.all, given.json)
-    if given.nodes:
-        look = partial(lines.show_nodes, given.json)
-    return lines.display(look, given.watch)
+        file = Path(options.html) if options.html else None
+        write = partial(write_folder_page, options.all, file, options.watch)
+        return lines.display(write, options.watch)
+    look = partial(lines.show_runs, options.runs, options.all, options.json)
+    if options.nodes:
+        look = partial(lines.show_nodes, options.json)
+    return lines.display(look, options.watch)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from utils.config.arguments import DataArguments, FineTuneConfig, ModelArguments
 from utils.config.declarations import Declaration, declared_settings
 from utils.config.errors import ExitCode
 from utils.config.own_code import OwnCode
-from utils.launch.script import _run
+from utils.launch.script import _run_main
 
 pytestmark = pytest.mark.slow
 
@@ -112,7 +112,7 @@ def ending(tmp_path, workspace, base_model, pretraining, fine_tuning):
                 sys.stdout, sys.stderr = (
                     os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2)
                 )
-                code = _run(lambda: main(argv), None, announced=False)
+                code = _run_main(lambda: main(argv), None, announced=False)
             except BaseException:
                 traceback.print_exc()
             os._exit(code)

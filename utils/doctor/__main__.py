@@ -41,11 +41,11 @@ OPTIONAL = {
     "lm_eval": "benchmarks of a finished model",
 }
 LIMIT_S = 180.0  # for all checks together; even a slow, busy machine needs less
-SAID_AFTER_S = 10.0
+WAIT_LINE_AFTER_S = 10.0
 LEAST_FREE_GIB = 20
-SHARED = "/dev/shm"  # noqa: S108 - only its size is read
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - only its size is read
 # A line of sinfo about nodes that can run jobs. "*" after a state marks nodes that do not answer.
-TAKES_JOBS = re.compile(
+USABLE_NODES = re.compile(
     r"\S+ up \S+ \S+ (idle|mix|mixed|alloc|comp|resv|plnd|boot|pow_up)[^\w* ]* "
 )
 
@@ -116,7 +116,7 @@ class RunningCheck:
         If the check runs longer than `limit_s` seconds, return the findings so far and a finding
         that says "still running".
         """
-        self.thread.join(min(SAID_AFTER_S, limit_s))
+        self.thread.join(min(WAIT_LINE_AFTER_S, limit_s))
         if self.thread.is_alive():
             text = f"{'wait':<8} {self.name}: still running"
             print(text, flush=True)  # noqa: T201 - the output of this command
@@ -173,7 +173,7 @@ def check_gpus() -> Iterator[Finding]:
     build = f"torch {torch.__version__}, built for {built}"
     if torch.cuda.is_available():
         yield Finding("ok", build)
-        yield from map(_gpu, range(torch.cuda.device_count()))
+        yield from map(_gpu_finding, range(torch.cuda.device_count()))
         return
     names: list[str] = []
     if shutil.which("nvidia-smi"):
@@ -188,7 +188,7 @@ def check_gpus() -> Iterator[Finding]:
         yield Finding("warning", f"{build}; no GPU here: training is on the CPU")
 
 
-def _gpu(index: int) -> Finding:
+def _gpu_finding(index: int) -> Finding:
     import torch
 
     gpu = torch.cuda.get_device_properties(index)
@@ -231,9 +231,10 @@ def check_host() -> Iterator[Finding]:
 
     cores, room = len(os.sched_getaffinity(0)), memory_room_bytes() / 2**30
     yield Finding("ok", f"{cores} core(s) and {room:.0f} GiB of memory for this job")
-    shared = shutil.disk_usage(SHARED)
+    shared = shutil.disk_usage(SHARED_MEMORY)
     if shared.total < 2**30:
-        what = f"{SHARED} has {shared.total / 2**20:.0f} MiB: NCCL and data workers need more"
+        size = f"{shared.total / 2**20:.0f} MiB"
+        what = f"{SHARED_MEMORY} has {size}: NCCL and data workers need more"
         yield Finding("warning", what, "docker run --ipc=host, or --shm-size=16g")
 
 
@@ -250,7 +251,7 @@ def check_slurm() -> Iterator[Finding]:
         what = "no slurm/cluster.env: jobs take the environment of their shell"
         yield Finding("warning", what, "cp slurm/cluster.env.example slurm/cluster.env")
     lines = output_of("sinfo", "--noheader", "--format=%P %a %l %D %t %G").splitlines()
-    usable = [line for line in lines if TAKES_JOBS.match(line)]
+    usable = [line for line in lines if USABLE_NODES.match(line)]
     shown = "; ".join((usable or lines)[:8])
     if usable:
         yield Finding("ok", f"Slurm's partitions (limit, nodes, state, GPUs): {shown}")
@@ -263,9 +264,9 @@ def check_tokens() -> Iterator[Finding]:
     """Yield a finding about .env: its tokens' names, or that other users can read the file."""
     path = ROOT / ".env"
     try:
-        taken = load_env_file(path)
+        names = load_env_file(path)
         if path.is_file():
-            yield Finding("ok", f".env has {', '.join(taken) or 'no more tokens'}")
+            yield Finding("ok", f".env has {', '.join(names) or 'no more tokens'}")
         else:
             yield Finding("option", "no .env", "cp .env.example .env && chmod 600 .env")
     except ConfigurationError as error:
@@ -302,18 +303,18 @@ def check_disk(directory: Path, name: str) -> Iterator[Finding]:
     name: the setting that names the directory. If the directory is missing, check the nearest
     existing parent.
     """
-    there = next(each for each in (directory, *directory.absolute().parents) if each.exists())
+    existing = next(each for each in (directory, *directory.absolute().parents) if each.exists())
     try:
-        with tempfile.NamedTemporaryFile(dir=there, prefix=".stoker-doctor-") as file:
+        with tempfile.NamedTemporaryFile(dir=existing, prefix=".stoker-doctor-") as file:
             file.write(bytes(2**14))
             file.flush()
             os.fsync(file.fileno())  # some quotas only fail here
     except OSError as error:
         what = f"{name} {directory} cannot be written to ({error.strerror})"
-        mend = f"check owner, mode and quota of {there}, or set another {name}"
+        mend = f"check owner, mode and quota of {existing}, or set another {name}"
         yield Finding("missing", what, mend)
         return
-    free = shutil.disk_usage(there).free / 2**30
+    free = shutil.disk_usage(existing).free / 2**30
     small = free < LEAST_FREE_GIB
     what = f"{name} {directory}: {free:,.1f} GiB free on its disk (a quota may leave less)"
     yield Finding("warning" if small else "ok", what, f"{name} on a larger disk" * small)

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "stoker-"
 LARGEST_BYTES = 2**30  # a larger archive is not read, and the job's end replaces it
 _CACHES = ("CUDA_CACHE_PATH", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "TORCH_EXTENSIONS_DIR")
-_COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+_COMPILER_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 # A UNIX socket's path has at most 107 bytes, and multiprocessing appends 32 to TMPDIR.
 _LONGEST_TMPDIR = 75
 
@@ -53,10 +53,10 @@ def enter_node_directory() -> Path:
             f"{host_name()}: no directory for caches can be made in {base} ({error.strerror}): set "
             "TMPDIR in slurm/cluster.env to a directory on the node's own disk."
         ) from error
-    added = {name: str(directory / "cache" / name.lower()) for name in _CACHES}
-    added |= {name: str(directory / "compiled" / name.lower()) for name in _COMPILED}
-    added |= {"PYTHONUNBUFFERED": "1", NOTES_DIR: str(directory / "notes")}
-    os.environ |= {name: value for name, value in added.items() if not os.environ.get(name)}
+    variables = {name: str(directory / "cache" / name.lower()) for name in _CACHES}
+    variables |= {name: str(directory / "compiled" / name.lower()) for name in _COMPILER_CACHES}
+    variables |= {"PYTHONUNBUFFERED": "1", NOTES_DIR: str(directory / "notes")}
+    os.environ |= {name: value for name, value in variables.items() if not os.environ.get(name)}
     os.environ[NODE_DIR] = str(directory)
     if len(os.fsencode(directory / "tmp")) <= _LONGEST_TMPDIR:
         os.environ["TMPDIR"] = str(directory / "tmp")
@@ -71,17 +71,17 @@ def unpack_compiled(folder: Path) -> int:
     archive = archive_path()
     if archive.exists() and archive.stat().st_size <= LARGEST_BYTES:
         try:
-            with tarfile.open(archive) as packed:
+            with tarfile.open(archive) as tar:
                 # Allow only regular files: the "data" filter of older Pythons can be bypassed.
-                members = [member for member in packed if not member.isdir()]
+                members = [member for member in tar if not member.isdir()]
                 names = [member.name.removeprefix("./") for member in members]
                 paths_inside(folder, names, archive)
-                if odd := [member.name for member in members if not member.isreg()]:
-                    raise tarfile.TarError(f"{odd[0]} is a link or a device")
-                packed.extractall(folder, members, filter="data")
+                if special := [member.name for member in members if not member.isreg()]:
+                    raise tarfile.TarError(f"{special[0]} is a link or a device")
+                tar.extractall(folder, members, filter="data")
         except (OSError, ConfigurationError, tarfile.TarError) as error:
             logger.warning("%s cannot be read (%s): layers compile again", archive, error)
-    return _count(folder)
+    return _count_files(folder)
 
 
 def pack_compiled(folder: Path, known: int) -> None:
@@ -90,7 +90,7 @@ def pack_compiled(folder: Path, known: int) -> None:
     known: the number of files after `unpack_compiled`. If `folder` still has this number, nothing
     was compiled, and the archive stays. If writing fails, a warning is logged.
     """
-    if _count(folder) == known:
+    if _count_files(folder) == known:
         return
     archive = archive_path()
     draft = archive.with_name(f".{host_name()}.{os.getpid()}.tar")
@@ -103,7 +103,7 @@ def pack_compiled(folder: Path, known: int) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _count(folder: Path) -> int:
+def _count_files(folder: Path) -> int:
     return sum(path.is_file() for path in folder.rglob("*"))
 
 

@@ -27,17 +27,17 @@ from utils.launch.verdict import CONSEQUENCE, GPUS, Note, likelihood, read_notes
 WEEK_S = 7 * 86400
 _ROOT = Path(__file__).parents[2]
 # sinfo's states of nodes that can run jobs. A state that ends in * marks a node without an answer.
-_UP = re.compile(r"(idle|mix|alloc|comp|plnd)[~#%@^+-]*")
-_HARDWARE = re.compile(
+_USABLE_STATE = re.compile(r"(idle|mix|alloc|comp|plnd)[~#%@^+-]*")
+_HARDWARE_ERROR = re.compile(
     r"uncorrectable (ECC|NVLink)|GPU is lost|fallen off the bus|over nvlink or a hardware error",
     re.IGNORECASE,
 )
 # NCCL errors that this node caused. "remote process exited" follows from another rank's end.
-_LOCAL_NCCL = re.compile(r"NCCL error.*(unhandled (system|cuda) error|internal error)")
+_LOCAL_NCCL_ERROR = re.compile(r"NCCL error.*(unhandled (system|cuda) error|internal error)")
 # The ranks that caused a hang, by the text of `hang_verdict`.
-_HUNG = re.compile(r"(?m)^rank (\d+) on (\S+) (?:gave no sign of life|made no progress)")
+_HUNG_RANK = re.compile(r"(?m)^rank (\d+) on (\S+) (?:gave no sign of life|made no progress)")
 # The nodes that failed a check of the launcher.
-_REFUSED = re.compile(
+_REFUSED_NODE = re.compile(
     r"(?m)(?:^|\s)(\S+?):? (?:the job has \d+ GPUs on this node|there is no \S+ on PATH"
     r"|slurm/cluster\.env failed|.+ cannot start the launcher|does not see )"
 )
@@ -117,17 +117,21 @@ def bad_nodes(faults: Iterable[Fault]) -> Counter[str]:
     """
     least, now = number("STOKER_LEAVE_OUT_AFTER", 2), time.time()
     # A wrong clock may have written future times. One of the two nodes of a mismatch is healthy.
-    recent = [one for one in faults if abs(now - one.time) <= WEEK_S and one.kind != "mismatch"]
+    faults = [fault for fault in faults if fault.kind != "mismatch"]
+    recent = [fault for fault in faults if abs(now - fault.time) <= WEEK_S]
     nodes = defaultdict[tuple[str, str, str], set[str]](set)
-    for one in recent:
-        nodes[_origin(one)].add(one.node)
-    sure = "hardware", "lost"
-    recent = [one for one in recent if one.kind in sure or len(nodes[_origin(one)]) == 1]
-    counts = Counter(fault.node for fault in recent)
+    for fault in recent:
+        nodes[_fault_key(fault)].add(fault.node)
+    always_counted = "hardware", "lost"
+    counts = Counter(
+        fault.node
+        for fault in recent
+        if fault.kind in always_counted or len(nodes[_fault_key(fault)]) == 1
+    )
     return Counter({node: count for node, count in counts.items() if count >= least > 0})
 
 
-def _origin(fault: Fault) -> tuple[str, str, str]:
+def _fault_key(fault: Fault) -> tuple[str, str, str]:
     """Return the fault's job, kind and first two words of the cause, such as "rank 3" of a hang."""
     return fault.job, fault.kind, " ".join(fault.cause.split()[:2])
 
@@ -150,8 +154,8 @@ def note_faults(
     if not found and int(code) != ExitCode.OUT_OF_MEMORY:
         found = [*find_faults(verdict, notes, hosts, dict(enumerate(gpus)))]
     faults = {fault.node: fault for fault in found}.values()
-    named = ", ".join(f"{fault.node} ({fault.kind})" for fault in faults)
-    return [record(faults) or f"noted in {ledger_path()}: {named}"] if faults else []
+    summary = ", ".join(f"{fault.node} ({fault.kind})" for fault in faults)
+    return [record(faults) or f"noted in {ledger_path()}: {summary}"] if faults else []
 
 
 def find_faults(
@@ -164,20 +168,20 @@ def find_faults(
     """
     failed = [note for note in notes if note.kind == "failed"]
     for note in failed:
-        if _HARDWARE.search(note.text):
+        if _HARDWARE_ERROR.search(note.text):
             yield Fault(note.host, "hardware", note.text, gpus.get(note.rank, ""))
-    local = {note.host: note for note in failed if _LOCAL_NCCL.search(note.text)}
+    local_errors = {note.host: note for note in failed if _LOCAL_NCCL_ERROR.search(note.text)}
     # A node without notes, or a rank that ended otherwise, may have caused the NCCL errors.
-    alike = all(likelihood(note) == CONSEQUENCE for note in notes)
-    if len(local) == 1 and alike and {note.host for note in notes} == {*hosts}:
-        yield from (Fault(host, "nccl", note.text) for host, note in local.items())
-    hung = {host: int(rank) for rank, host in _HUNG.findall(verdict)}
+    all_consequences = all(likelihood(note) == CONSEQUENCE for note in notes)
+    if len(local_errors) == 1 and all_consequences and {note.host for note in notes} == {*hosts}:
+        yield from (Fault(host, "nccl", note.text) for host, note in local_errors.items())
+    hung = {host: int(rank) for rank, host in _HUNG_RANK.findall(verdict)}
     if not verdict.startswith("All ") and (len(hosts) == 1 or hung.keys() < {*hosts}):
         yield from (Fault(host, "hang", verdict, gpus.get(rank, "")) for host, rank in hung.items())
     # If all nodes fail a check, the cause may be the user's variables (CUDA_VISIBLE_DEVICES=0).
-    refused = {host for host in _REFUSED.findall(verdict) if host in hosts}
-    one_gone = re.search(r"has (4 GPUs .+ sees 3|8 GPUs .+ sees 7)\.", verdict)
-    if refused < {*hosts} or (len(hosts) == 1 and one_gone):
+    refused = {host for host in _REFUSED_NODE.findall(verdict) if host in hosts}
+    one_gpu_missing = re.search(r"has (4 GPUs .+ sees 3|8 GPUs .+ sees 7)\.", verdict)
+    if refused < {*hosts} or (len(hosts) == 1 and one_gpu_missing):
         yield from (Fault(host, "refused", verdict) for host in sorted(refused))
 
 
@@ -197,7 +201,7 @@ def plan_to_leave_out(own: Sequence[str], asked: str, nodes: str) -> list[str]:
     rows = {}
     for row in (line.strip() for line in nodes.splitlines() if "|" in line):
         name, state, *shape = row.split("|")
-        rows[name] = _UP.fullmatch(state) is not None, shape
+        rows[name] = _USABLE_STATE.fullmatch(state) is not None, shape
     shapes = [rows[name][1] for name in own if name in rows]
     by_user = {*expand_hosts(excluded)}
     fits = {name for name, (up, shape) in rows.items() if up and shape in shapes} - by_user

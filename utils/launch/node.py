@@ -64,10 +64,10 @@ from utils.launch.verdict import (
 logger = logging.getLogger("launch_node")
 
 ROOT = Path(__file__).resolve().parents[2]
-STOPPING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-ALONE = NOTES_DIR not in os.environ  # True: no job script reads the verdict files
+STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+IN_JOB_SCRIPT = NOTES_DIR in os.environ  # whether a job script reads the verdict files
 # Keys of an accelerate config for TPUs, mpirun, fp8 and Megatron-LM, which Stoker does not use.
-OF_OTHERS = (
+UNUSED_KEYS = (
     *("downcast_bf16", "tpu_name", "tpu_env", "commands", "command_file", "mpirun_config"),
     *("fp8_config", "megatron_lm_config"),
 )
@@ -89,7 +89,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.directory: Path | None = None
         self.started = self.asked = False
-        for number in STOPPING:
+        for number in STOP_SIGNALS:
             # Shells start background jobs with Ctrl-C ignored.
             if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle)
@@ -99,7 +99,7 @@ class StopSignals:
         if by_user and not signal_state.is_new_press(time.monotonic()):
             return
         # In a job SIGINT comes from scancel. After a stop, the job script would requeue the job.
-        if by_user and (self.asked or self.stage is not Stage.TRAINING or not ALONE):
+        if by_user and (self.asked or self.stage is not Stage.TRAINING or IN_JOB_SCRIPT):
             self._interrupt()
         name = CTRL_C if by_user else signal.Signals(number).name
         verdict = read_verdict() if number == signal.SIGTERM else None
@@ -114,9 +114,9 @@ class StopSignals:
             (self.directory / STOP).write_text(f"{name} to the job\n", encoding="utf-8")
             # Do not use logging: the interrupted code may hold the lock of logging.
             line = f"launch_node on {host_name()}: {name}, asking the processes to stop"
-            said = f"\n{SAVING}\n" if by_user else f"{line}\n"
+            message = f"\n{SAVING}\n" if by_user else f"{line}\n"
             with contextlib.suppress(OSError):  # a log on a full disk
-                os.write(sys.stdout.fileno(), said.encode())
+                os.write(sys.stdout.fileno(), message.encode())
 
     @property
     def stage(self) -> Stage:
@@ -131,7 +131,7 @@ class StopSignals:
 
     def clean_up(self) -> None:
         """Ignore further stop signals, kill the workers and delete the node's directory."""
-        for number in STOPPING:
+        for number in STOP_SIGNALS:
             # Python removes its handlers at its end, and a signal would then kill it.
             signal.signal(number, signal.SIG_IGN)
         kill_workers()
@@ -145,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         verdict = leave_or_print(run(sys.argv[1:] if argv is None else argv, signals))
         signals.asked = True  # nothing is left to save: Ctrl-C skips the report
-        if ALONE and signals.directory is not None:
+        if not IN_JOB_SCRIPT and signals.directory is not None:
             with contextlib.suppress(KeyboardInterrupt):
                 report(signals.directory, verdict)
         return verdict.exit_code
@@ -155,8 +155,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def report(directory: Path, verdict: Verdict) -> None:
     """Report a failed run and send a message about any end. In a job, the job script does both."""
-    for note in directory.rglob(RUN_STARTED):  # only rank 0 writes this file
-        output_dir = Path(note.read_text(encoding="utf-8").strip())
+    for file in directory.rglob(RUN_STARTED):  # only rank 0 writes this file
+        output_dir = Path(file.read_text(encoding="utf-8").strip())
         if verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED, EXIT_CODE):
             write_report(output_dir)
         tell(output_dir, verdict.exit_code, verdict.text)
@@ -165,17 +165,18 @@ def report(directory: Path, verdict: Verdict) -> None:
 def run(command: list[str], signals: StopSignals) -> Verdict:
     """Run `command` (SCRIPT ARGUMENTS) on this node; return why it ended or could not start."""
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until clean_up knows the directory
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until clean_up knows the directory
         directory = signals.directory = enter_node_directory()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         configure_logging()
-        known = unpack_compiled(directory / "compiled")
+        unpacked = unpack_compiled(directory / "compiled")
         arguments = prepare(command)
         signals.started = True
-        restarts = Restarts(directory, by_launcher=ALONE and arguments.num_machines == 1)
+        one_node = arguments.num_machines == 1
+        restarts = Restarts(directory, by_launcher=one_node and not IN_JOB_SCRIPT)
         verdict = restarts.run(lambda: run_processes(arguments, signals), lambda: signals.asked)
         if os.environ.get("SLURM_NODEID", "0") == "0":
-            pack_compiled(directory / "compiled", known)
+            pack_compiled(directory / "compiled", unpacked)
         return verdict
     except KeyboardInterrupt:
         atexit.register(logging.disable)  # runs first: torch's exit handlers would log
@@ -195,9 +196,9 @@ def leave_or_print(verdict: Verdict) -> Verdict:
     """
     if verdict.exit_code == ExitCode.DONE:
         return read_verdict() or verdict  # a stop at max_gpu_hours has written a verdict
-    left = leave_verdict(verdict.text, verdict.exit_code)
-    earlier = None if left else read_verdict()
-    if ALONE or not (left or earlier):
+    is_first = leave_verdict(verdict.text, verdict.exit_code)
+    earlier = None if is_first else read_verdict()
+    if not (IN_JOB_SCRIPT and (is_first or earlier)):
         write_error(f"{(earlier or verdict).text}\n")
     return earlier or verdict
 
@@ -205,8 +206,7 @@ def leave_or_print(verdict: Verdict) -> Verdict:
 def prepare(command: list[str]) -> argparse.Namespace:
     """Choose the accelerate config, check all nodes, and return `accelerate launch`'s arguments.
 
-    command: SCRIPT ARGUMENTS. Also sets environment variables for the workers. Raises
-    ConfigurationError.
+    command: SCRIPT ARGUMENTS. Also sets the workers' environment. Raises ConfigurationError.
     """
     if not command or not Path(command[0]).is_file():
         raise ConfigurationError(
@@ -282,15 +282,15 @@ def given_strategy(arguments: Sequence[str]) -> Given:
 
 def process_environment(allocation: Allocation) -> dict[str, str]:
     """Return the workers' environment variables: the launcher's pid, OMP threads and CPU mode."""
-    added = {LAUNCHER: str(os.getpid())}
+    variables = {LAUNCHER: str(os.getpid())}
     if not os.environ.get("OMP_NUM_THREADS"):
         # Share the cores that Slurm gave, or all cores, equally.
-        given = os.environ.get("SLURM_CPUS_PER_TASK") or os.environ.get("SLURM_CPUS_ON_NODE")
-        cores = int(given or len(os.sched_getaffinity(0)))
-        added["OMP_NUM_THREADS"] = str(max(cores // allocation.processes, 1))
+        cpus = os.environ.get("SLURM_CPUS_PER_TASK") or os.environ.get("SLURM_CPUS_ON_NODE")
+        cores = int(cpus or len(os.sched_getaffinity(0)))
+        variables["OMP_NUM_THREADS"] = str(max(cores // allocation.processes, 1))
     if allocation.gpus is None and os.environ.get("DS_ACCELERATOR") != "cpu":
-        added["ACCELERATE_USE_CPU"] = "true"
-    return added
+        variables["ACCELERATE_USE_CPU"] = "true"
+    return variables
 
 
 def ignored_settings(config: StrategyConfig) -> list[str]:
@@ -298,7 +298,7 @@ def ignored_settings(config: StrategyConfig) -> list[str]:
     from accelerate.commands.launch import launch_command_parser
 
     read = {action.dest for action in launch_command_parser()._actions}
-    ignored = [name for name in OF_OTHERS if config.content.get(name) not in (None, "no", False)]
+    ignored = [name for name in UNUSED_KEYS if config.content.get(name) not in (None, "no", False)]
     for name in PREFIXES:
         ignored += [f"{name}: {key}" for key in block(config.content, name) if key not in read]
     return ignored
@@ -351,8 +351,8 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     exit_codes: dict[int, int] | None = None
-    lost = SILENT
-    kills = memory_kills()
+    silent_text = SILENT
+    kills_before = memory_kills()
     logging.disable(logging.ERROR)  # torchrun's own messages would hide the cause
     try:
         launch_command(argparse.Namespace(**vars(arguments)))  # accelerate changes this copy
@@ -370,13 +370,13 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
             raise kind(f"{host_name()}: accelerate launch: {reason}") from error
         # check_nodes reached all nodes before, so the launcher of another node has ended.
         exit_codes = {}
-        lost = f"{host_name()} lost the launcher of another node: {last_line(reason)}"
+        silent_text = f"{host_name()} lost the launcher of another node: {last_line(reason)}"
     finally:
         kill_workers()
         logging.disable(logging.NOTSET)
     if exit_codes is not None:
-        note_worker_ends(exit_codes, signals.asked, memory_ran_out=memory_kills() > kills)
-        return wait_for_verdict(arguments.num_machines > 1, lost)
+        note_worker_ends(exit_codes, signals.asked, memory_ran_out=memory_kills() > kills_before)
+        return wait_for_verdict(arguments.num_machines > 1, silent_text)
     stopped = [note for note in read_notes() if note.kind == "stopped"]
     return Verdict(stopped[0].text, ExitCode.STOPPED) if stopped else Verdict("done", ExitCode.DONE)
 
@@ -386,12 +386,12 @@ def kill_workers(*, wait_s: float = 0) -> None:
     with contextlib.suppress(ModuleNotFoundError):  # without psutil no process was started
         import psutil
 
-        ranks, everything = (psutil.Process().children(recursive=each) for each in (False, True))
+        ranks, descendants = (psutil.Process().children(recursive=each) for each in (False, True))
         for rank in ranks if wait_s else ():
             with contextlib.suppress(psutil.NoSuchProcess):
                 rank.terminate()
         psutil.wait_procs(ranks, timeout=wait_s)
-        for child in everything:
+        for child in descendants:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
 

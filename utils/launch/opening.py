@@ -42,10 +42,10 @@ def first_line(script: str, words: Sequence[str]) -> str:
 
     words: the script's arguments
     """
-    given = early_settings(words)
-    named = [str(given[name].value) for name in SOURCES if name in given]
-    line = f"{time.strftime('%H:%M:%S')}  {script}: {[*named, *words, 'no arguments'][0]}"
-    if output := given.get("output_dir"):
+    settings = early_settings(words)
+    inputs = [str(settings[name].value) for name in SOURCES if name in settings]
+    line = f"{time.strftime('%H:%M:%S')}  {script}: {[*inputs, *words, 'no arguments'][0]}"
+    if output := settings.get("output_dir"):
         line += f", output in {output.value}"
     return line
 
@@ -53,13 +53,13 @@ def first_line(script: str, words: Sequence[str]) -> str:
 def version_text() -> str:
     """Return the versions of Stoker, Python and the packages, one per line."""
     project = (_REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
-    found = re.search(r'^version = "(.+)"', project, re.MULTILINE)
+    version_line = re.search(r'^version = "(.+)"', project, re.MULTILINE)
     state = git_state()
     commit = ""
     if state:
         changed = ", with changes" if state["dirty"] else ""
         commit = f" (commit {state['commit'][:12]}{changed})"
-    lines = [f"stoker {found[1] if found else 'unknown'}{commit}"]
+    lines = [f"stoker {version_line[1] if version_line else 'unknown'}{commit}"]
     lines += [f"python {platform.python_version()}"]
     lines += [f"{name} {version}" for name, version in package_versions().items() if version]
     return "\n".join(lines) + "\n"

@@ -77,8 +77,8 @@ def check_launch() -> LaunchFacts:
     device = state.device.type
     check_connected(state.num_processes, torch.cuda.device_count() if device == "cuda" else 0)
     hosts = all_hosts(state.process_index, state.device)
-    card = torch.cuda.get_device_properties(state.device) if device == "cuda" else None
-    gpus = tuple(gathered(f"GPU-{getattr(card, 'uuid', '')}" if card else ""))
+    gpu = torch.cuda.get_device_properties(state.device) if device == "cuda" else None
+    gpus = tuple(gathered(f"GPU-{getattr(gpu, 'uuid', '')}" if gpu else ""))
     strategy = requested_strategy(os.environ, state.num_processes)
     ranks, replicas = state.num_processes, requested_replicas(os.environ)
     return LaunchFacts(state.process_index, ranks, strategy, hosts, device, replicas, gpus)
@@ -90,11 +90,11 @@ def check_connected(processes: int, visible_gpus: int) -> None:
     Several visible GPUs for a single process are also an error. processes: the number of processes
     that accelerate connected. visible_gpus: the number of GPUs that torch sees; 0 on a CPU.
     """
-    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    started = int(os.environ.get("WORLD_SIZE", "1"))
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    if asked != processes:
+    if started != processes:
         raise ConfigurationError(
-            f"{host_name()}: the launcher started {asked} processes, but accelerate connected "
+            f"{host_name()}: the launcher started {started} processes, but accelerate connected "
             f"{processes}: each would train alone and write to the same output directory. Without "
             "a GPU give the script --use_cpu true or set ACCELERATE_USE_CPU=true; with GPUs check "
             "that torch sees them on every node (nvidia-smi, CUDA_VISIBLE_DEVICES)."
@@ -136,16 +136,16 @@ def all_hosts(rank: int, device: torch.device) -> tuple[str, ...]:
     try:
         return answer.result(FIRST_COLLECTIVE_LIMIT_S)
     except TimeoutError:
-        end = (
+        failure = (
             f"did not end within {FIRST_COLLECTIVE_LIMIT_S:g} s. If a node says nothing of this, "
             "its ranks did not come: see what they printed."
         )
     except RuntimeError as error:  # includes torch's DistError
         if PEER_ENDED.search(str(error)):
             raise
-        end = f"failed ({(str(error).strip() or type(error).__name__).splitlines()[0]})."
+        failure = f"failed ({(str(error).strip() or type(error).__name__).splitlines()[0]})."
     what = f"rank {rank}: the first collective of all ranks ({device.type})"
-    raise UnfitClusterError(f"{host_name()} {what} {end} {ADVICE}")
+    raise UnfitClusterError(f"{host_name()} {what} {failure} {ADVICE}")
 
 
 def requested_strategy(environment: Mapping[str, str], processes: int) -> str:
@@ -244,8 +244,8 @@ def check_running_strategy(facts: LaunchFacts) -> None:
     elif state.distributed_type.value == "NO":
         actual = "single"
     # accelerate may run one process as DDP of one rank, which changes nothing.
-    alike = requested == actual or {requested, actual} == {"single", "ddp"}
-    if alike or (requested, actual[:4]) == ("zero_file", "zero"):
+    same = requested == actual or {requested, actual} == {"single", "ddp"}
+    if same or (requested, actual[:4]) == ("zero_file", "zero"):
         return
     raise ConfigurationError(
         f"The launcher asked for {requested}, but accelerate runs {actual} on {facts.device}. FSDP "

@@ -75,8 +75,8 @@ def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> None:
             timeout_s = float(text)
         if not 1 <= timeout_s <= 3600:
             raise ConfigurationError(f"{TIMEOUT}={text!r}: give seconds from 1 to 3600.")
-        meet = _collect if allocation.node == 0 else _report
-        problems = meet(allocation, facts, timeout_s)
+        exchange = _collect_facts if allocation.node == 0 else _send_facts
+        problems = exchange(allocation, facts, timeout_s)
     if problems:
         raise UnfitClusterError(problems)
 
@@ -112,7 +112,7 @@ def node_problems(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
     return problems
 
 
-def _collect(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) -> list[str]:
+def _collect_facts(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) -> list[str]:
     """Collect the facts of all nodes on the first node; send the problems to all nodes.
 
     Return the problems. timeout_s: seconds to wait for the other nodes.
@@ -136,14 +136,16 @@ def _collect(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float)
                     streams.append(stream)
         problems = node_problems([nodes[node] for node in sorted(nodes)])
         if missing := [host for node, host in enumerate(hosts) if node not in nodes]:
-            problems = [_missed(allocation, f"{', '.join(missing)} did not come to", timeout_s)]
+            problems = [
+                _timeout_message(allocation, f"{', '.join(missing)} did not come to", timeout_s)
+            ]
         for stream in streams:
             with contextlib.suppress(OSError):
                 print(json.dumps(problems), file=stream, flush=True)
     return problems
 
 
-def _report(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) -> list[str]:
+def _send_facts(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) -> list[str]:
     """Send this node's facts to the first node; return the problems that the first node answers.
 
     timeout_s: seconds in which the first node must accept the connection
@@ -167,11 +169,11 @@ def _report(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) 
                 if isinstance(error, OSError):
                     reason = error.strerror or str(error)  # timed out
                 what = f"{allocation.host} ({reason}) got no answer from"
-                return [_missed(allocation, what, timeout_s)]
+                return [_timeout_message(allocation, what, timeout_s)]
         time.sleep(0.1)
 
 
-def _missed(allocation: Allocation, what: str, timeout_s: float) -> str:
+def _timeout_message(allocation: Allocation, what: str, timeout_s: float) -> str:
     return (
         f"{what} {allocation.address}:{allocation.port + 1} within {timeout_s:g} s, where "
         f"{allocation.hosts[0]} waits for all nodes. Set {MAIN_ADDRESS} (slurm/cluster.env) to an "

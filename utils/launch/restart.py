@@ -22,7 +22,7 @@ from utils.launch.verdict import NOTES_DIR, Verdict, leave_file, read_notes
 logger = logging.getLogger(__name__)
 
 LOST_AT = "STOKER_LOST_AT"  # unix seconds: when a rank first reported the loss before this restart
-_NOTE = "restarts"
+_NOTE_NAME = "restarts"
 
 
 def note_restarts(most: int, step: int) -> None:
@@ -31,7 +31,7 @@ def note_restarts(most: int, step: int) -> None:
     most: the highest number of restarts (setting `restarts_in_job`). step: the step of the
     checkpoint from which the ranks resumed.
     """
-    leave_file(_NOTE, f"{most} {step}\n")
+    leave_file(_NOTE_NAME, f"{most} {step}\n")
 
 
 def recovery_s() -> float | None:
@@ -65,21 +65,21 @@ class Restarts:
         request to stop. Then the ranks are not restarted.
         """
         verdict = run_ranks()
-        while not is_stopping() and self._prepare(verdict):
+        while not is_stopping() and self._prepare_restart(verdict):
             verdict = run_ranks()
         return verdict
 
-    def _prepare(self, verdict: Verdict) -> bool:
+    def _prepare_restart(self, verdict: Verdict) -> bool:
         """Return whether the ranks should run again after they ended with `verdict`.
 
         If so, also delete the note files of the old ranks and set environment variables for the new
         ranks.
         """
         notes = Path(os.environ[NOTES_DIR])
-        lost = verdict.exit_code == ExitCode.LOST_RANK and (notes / _NOTE).exists()
-        if not (self.by_launcher and lost):
+        rank_lost = verdict.exit_code == ExitCode.LOST_RANK and (notes / _NOTE_NAME).exists()
+        if not (self.by_launcher and rank_lost):
             return False
-        most, step = map(int, (notes / _NOTE).read_text(encoding="utf-8").split())
+        most, step = map(int, (notes / _NOTE_NAME).read_text(encoding="utf-8").split())
         if self.number >= most or self.began_at == step:
             return False
         self.number, self.began_at = self.number + 1, step

@@ -56,7 +56,7 @@ _NOISY = (
 )
 
 # (logger, words of the message) of log lines to hide, because users cannot act on these lines.
-_NEEDLESS = (
+_HIDDEN_LINES = (
     # PEFT imports bitsandbytes, which then asks for a package that training never uses.
     ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit"),
     # transformers imports torchao. Its C++ parts need another torch, and fp8 does not use them.
@@ -68,7 +68,7 @@ _NEEDLESS = (
     # At a resume, Stoker itself compares the settings with the recorded ones.
     ("transformers.trainer_utils", "do not match the ones in the `trainer_state.json`"),
 )
-_SWITCHES = {
+_VARIABLES = {
     "HF_HUB_DISABLE_TELEMETRY": "1",  # otherwise TRL reports each trainer to the Hub
     "DO_NOT_TRACK": "1",
     # The tokenizers library can deadlock if data workers are forked after its use.
@@ -95,7 +95,7 @@ class LineFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Return the log line of a record, without its traceback."""
         level = "" if record.levelno == logging.INFO else f"{record.levelname}  "
-        return f"{self.formatTime(record, '%H:%M:%S')}  {_origin()}{level}{record.message}"
+        return f"{self.formatTime(record, '%H:%M:%S')}  {_rank_prefix()}{level}{record.message}"
 
 
 def configure_logging(*, debug: bool = False) -> None:
@@ -109,7 +109,7 @@ def configure_logging(*, debug: bool = False) -> None:
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(LineFormatter())
     root = logging.getLogger()
-    others = [known for known in root.handlers if not isinstance(known.formatter, LineFormatter)]
+    others = [each for each in root.handlers if not isinstance(each.formatter, LineFormatter)]
     root.handlers[:] = [*others, handler]
     root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     if debug and rank == 0:
@@ -141,9 +141,9 @@ def configure_environment() -> None:
         # (github.com/python/cpython/issues/112275). _current_frames waits until the lock is free.
         os.register_at_fork(before=sys._current_frames)
     _stay_offline_in_jobs()
-    for name, words in _NEEDLESS:
+    for name, words in _HIDDEN_LINES:
         logging.getLogger(name).addFilter(partial(_lacks, words))
-    for name, value in _SWITCHES.items():
+    for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # hang.txt lists these collectives
@@ -163,8 +163,8 @@ def configure_hub() -> None:
     _stay_offline_in_jobs()
     bars = "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"
     for name in bars if not sys.stderr.isatty() else ():
-        os.environ.setdefault(name, _SWITCHES[name])
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", _SWITCHES["HF_HUB_DISABLE_TELEMETRY"])
+        os.environ.setdefault(name, _VARIABLES[name])
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", _VARIABLES["HF_HUB_DISABLE_TELEMETRY"])
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
 
@@ -195,8 +195,8 @@ def run_script(
     """
     end_with_launcher()
     raise_at_ctrl_c()
-    ending: int | None = None  # None while main runs, and after errors that pass through
-    last: list[Callable[[], None]] = []  # reports and messages; only without a launcher
+    exit_code: int | None = None  # None while main runs, and after errors that pass through
+    final_steps: list[Callable[[], None]] = []  # reports and messages; only without a launcher
 
     def leave_at_once() -> None:
         """Write reports and send messages. If there are several ranks, then call os._exit.
@@ -205,38 +205,38 @@ def run_script(
         library's thread may abort the process. This atexit handler is registered before all others,
         so it runs last, after the run lock was released.
         """
-        while last:
-            last.pop(0)()
-        if ending is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        while final_steps:
+            final_steps.pop(0)()
+        if exit_code is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError):
                     stream.flush()
-            os._exit(ending)
+            os._exit(exit_code)
 
     atexit.register(leave_at_once)
-    ending = _run(main, usage, announced)
+    exit_code = _run_main(main, usage, announced)
     if NODE_DIR not in os.environ:  # otherwise the launcher or the job script reports
         errors = held_runs()
-        done = {0: "done", ExitCode.STOPPED: "stopped with a checkpoint"}
-        if ending not in (*done, EXIT_CODE):
-            last += [partial(write_report, run) for run in errors]
-        words = next(iter(errors.values()), "") or done.get(ending, f"exit code {ending}")
-        last += [partial(tell, run, ending, words) for run in runs_begun]
+        texts = {0: "done", ExitCode.STOPPED: "stopped with a checkpoint"}
+        if exit_code not in (*texts, EXIT_CODE):
+            final_steps += [partial(write_report, run) for run in errors]
+        words = next(iter(errors.values()), "") or texts.get(exit_code, f"exit code {exit_code}")
+        final_steps += [partial(tell, run, exit_code, words) for run in runs_begun]
         runs_begun.clear()
-    if ending:
+    if exit_code:
         # Other exit handlers may hang, and threads that Python joins before it calls them.
         limit = threading.Timer(TEARDOWN_LIMIT_S, leave_at_once)
         limit.daemon = True
         limit.start()
-    return ending
+    return exit_code
 
 
 def write_report(run: Path) -> None:
     """Run report.py for a failed run in a child process with a time limit. Raises nothing."""
     command = [sys.executable, str(Path(__file__).parents[2] / "report.py"), str(run)]
     # Without these variables report.py is not a rank, and writes no note for the launcher.
-    others = ("STOKER_", "RANK", "WORLD_SIZE", "LOCAL_RANK")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    rank_variables = ("STOKER_", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(rank_variables)}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
             command, env=env, capture_output=True, text=True, timeout=REPORT_LIMIT_S, check=True
@@ -244,19 +244,19 @@ def write_report(run: Path) -> None:
         write_error(f"report: {done.stdout.strip()}\n")
 
 
-def _run(main: Callable[[], int | None], usage: str | None, announced: bool) -> int:
+def _run_main(main: Callable[[], int | None], usage: str | None, announced: bool) -> int:
     kills = memory_kills()
     try:
-        code = _open(usage, announced)
+        code = _handle_arguments(usage, announced)
         code = (main() or 0) if code is None else code
     except Answer as answer:
         if global_rank() == 0:
             sys.stdout.write(redact(answer.text))
         return 0
     except ConfigurationError as error:  # each rank without memory writes out-of-memory-rankN.txt
-        return _refuse(error, of_this_rank=isinstance(error, OutOfMemoryError))
+        return _end_refused(error, of_this_rank=isinstance(error, OutOfMemoryError))
     except KeyboardInterrupt:
-        return _interrupted()
+        return _end_interrupted()
     except Exception as error:
         # torch's handler would raise an error here when a data worker ends.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -266,11 +266,11 @@ def _run(main: Callable[[], int | None], usage: str | None, announced: bool) -> 
             or lost_process(error)
             or missing_package(error)
         )
-        return _refuse(refusal, of_this_rank=True) if refusal else _fail(error)
-    return _stopped() if code == ExitCode.STOPPED else code
+        return _end_refused(refusal, of_this_rank=True) if refusal else _end_failed(error)
+    return _end_stopped() if code == ExitCode.STOPPED else code
 
 
-def _open(usage: str | None, announced: bool) -> int | None:
+def _handle_arguments(usage: str | None, announced: bool) -> int | None:
     script, words = Path(sys.argv[0]).name, sys.argv[1:]
     first_rank = global_rank() == 0
     if words == ["--version"]:
@@ -286,15 +286,16 @@ def _open(usage: str | None, announced: bool) -> int | None:
     return None
 
 
-def _stopped() -> int:
+def _end_stopped() -> int:
     words = "stopped with a checkpoint"
     leave_note("stopped", ExitCode.STOPPED, words)
     if stop_request() == CTRL_C and global_rank() == 0:
-        _show([], again=[f"{words}; the same command resumes"])  # below a launcher's traceback
+        # Under torchrun, print this below the traceback.
+        _show_error([], again=[f"{words}; the same command resumes"])
     return 0 if NODE_DIR in os.environ else ExitCode.STOPPED
 
 
-def _interrupted(why: str = "") -> int:
+def _end_interrupted(why: str = "") -> int:
     note_error(BY_USER)
     if global_rank() == 0:
         write_error(f"\n{BY_USER}{why}\n")
@@ -318,21 +319,21 @@ def missing_package(error: BaseException) -> UnfitClusterError | None:
     )
 
 
-def _fail(error: Exception) -> int:
+def _end_failed(error: Exception) -> int:
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         error.add_note("torch cannot compile this model: --compile false trains without, slower.")
     words = last_line(error)
     if stop_request() == CTRL_C:  # another rank may have ended before this one saved
-        return _interrupted(f"; no checkpoint was saved: {words}")
+        return _end_interrupted(f"; no checkpoint was saved: {words}")
     leave_note("failed", FAILED, words)
     note_error(words)
     # Mask before splitting: a secret may have several lines.
     lines = redact("".join(traceback.format_exception(error))).splitlines()
-    _show([f"{_origin()}{line}" for line in lines], again=[f"{_origin()}{words}"])
+    _show_error([f"{_rank_prefix()}{line}" for line in lines], again=[f"{_rank_prefix()}{words}"])
     return FAILED
 
 
-def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
+def _end_refused(error: ConfigurationError, of_this_rank: bool = False) -> int:
     """Show an error without traceback, write a note for the launcher, return the exit code.
 
     of_this_rank: True means that only this rank raised the error and shows it. False means that all
@@ -347,19 +348,19 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
     )
     note_error(f"{error.kind}: {first}")
     if global_rank() == 0:
-        listed = ["\n    ".join(f"  - {problem}".splitlines()) for problem in problems]
-        lines = [f"{error.kind}:", *listed]
+        items = ["\n    ".join(f"  - {problem}".splitlines()) for problem in problems]
+        lines = [f"{error.kind}:", *items]
     elif of_this_rank or int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        lines = [f"{_origin()}{error.kind}: {problems[0] if of_this_rank else first}"]
+        lines = [f"{_rank_prefix()}{error.kind}: {problems[0] if of_this_rank else first}"]
     else:
         # The launcher ends all ranks after the first one: wait until rank 0 has shown the error.
         time.sleep(SPEAK_FIRST_S)
         return error.exit_code
-    _show(lines, again=lines)
+    _show_error(lines, again=lines)
     return error.exit_code
 
 
-def _show(lines: list[str], again: list[str]) -> None:
+def _show_error(lines: list[str], again: list[str]) -> None:
     """Write `lines` to stderr now, and `again` to stderr below the launcher's traceback.
 
     slurm/launch_node.sh needs no `again`. torchrun prints the file TORCHELASTIC_ERROR_FILE last, so
@@ -386,5 +387,5 @@ def _show(lines: list[str], again: list[str]) -> None:
             subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
-def _origin() -> str:
+def _rank_prefix() -> str:
     return f"{host_name()} rank {global_rank()}  " if global_rank() else ""

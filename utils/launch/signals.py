@@ -86,7 +86,7 @@ def raise_at_ctrl_c() -> None:
     Nothing changes if this process ignores Ctrl-C.
     """
 
-    def press(*_: object) -> None:
+    def handle_ctrl_c(*_: object) -> None:
         if not signal_state.is_new_press(time.monotonic()):
             return
         if signal_state.requested == CTRL_C:
@@ -95,7 +95,7 @@ def raise_at_ctrl_c() -> None:
         raise KeyboardInterrupt
 
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a shell's background job ignores it
-        signal.signal(signal.SIGINT, press)
+        signal.signal(signal.SIGINT, handle_ctrl_c)
 
 
 def install_stop_signals() -> None:
@@ -112,7 +112,7 @@ def install_stop_signals() -> None:
         os.set_blocking(signal_state.pipe[1], False)
         ready = threading.Event()
         threading.Thread(
-            target=_answer_signals, args=(signal_state.pipe[0], ready), name="signals", daemon=True
+            target=_read_signals, args=(signal_state.pipe[0], ready), name="signals", daemon=True
         ).start()
         ready.wait()
         set_death_signal(0)  # the new thread has asked for the signal itself
@@ -156,7 +156,7 @@ def end_with_launcher() -> None:
     that outlives its launcher would continue and hold the run lock, so the run could not resume.
     """
     parent, launcher = os.getppid(), int(os.environ.get(LAUNCHER, "0"))
-    if _started_by(parent):
+    if _is_own_launcher(parent):
         set_death_signal(signal.SIGKILL)
         orphaned = os.getppid() != parent  # the launcher died before the call of prctl
     elif launcher:
@@ -169,7 +169,7 @@ def end_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _started_by(parent: int) -> bool:
+def _is_own_launcher(parent: int) -> bool:
     return parent == int(os.environ.get(LAUNCHER, "0")) or is_launcher(parent)
 
 
@@ -191,10 +191,10 @@ def _command_line(process: int) -> list[str]:
 
 def stop_request() -> str | None:
     """Return what requested a stop, such as "SIGTERM"; None if there is no request."""
-    return signal_state.requested or _node_request()
+    return signal_state.requested or _launcher_request()
 
 
-def _node_request() -> str | None:
+def _launcher_request() -> str | None:
     directory = os.environ.get(NODE_DIR)
     if not directory:
         return None
@@ -204,19 +204,19 @@ def _node_request() -> str | None:
         return None
 
 
-def _answer_signals(pipe: int, ready: threading.Event) -> None:
+def _read_signals(pipe: int, ready: threading.Event) -> None:
     end_with_launcher()  # sets the kernel's signal for this thread; the launcher may be dead
     ready.set()
     while True:
         numbers = {*os.read(pipe, 64)}  # one byte per signal that has a handler
         if os.environ.get(NODE_DIR):
             if signal.SIGTERM in numbers:
-                _obey_the_launcher()
+                _wait_for_launcher_file()
         else:
-            _answer(numbers, time.monotonic())
+            _handle_signals(numbers, time.monotonic())
 
 
-def _answer(numbers: Collection[int], now: float) -> None:
+def _handle_signals(numbers: Collection[int], now: float) -> None:
     """Request a stop or end this process after signals, outside of slurm/launch_node.sh.
 
     numbers: the signals. now: the time at which the signals came, by time.monotonic().
@@ -227,40 +227,40 @@ def _answer(numbers: Collection[int], now: float) -> None:
         if not signal_state.is_new_press(now):
             return
         if signal_state.requested or signal_state.stage is not Stage.TRAINING:
-            _end_by_user()
-        _announce_the_save()
+            _end_interrupted()
+        _announce_save()
         signal_state.requested = CTRL_C
-    elif asked := {signal.SIGTERM, signal.SIGUSR1}.intersection(numbers):  # ignore torch's SIGCHLD
-        signal_state.requested = signal_state.requested or signal.Signals(min(asked)).name
+    elif requests := {signal.SIGTERM, signal.SIGUSR1}.intersection(numbers):  # not torch's SIGCHLD
+        signal_state.requested = signal_state.requested or signal.Signals(min(requests)).name
 
 
-def _obey_the_launcher() -> None:
+def _wait_for_launcher_file() -> None:
     """Wait for a file of the launcher after SIGTERM. Return after STOP; else end this process."""
     interrupted = Path(os.environ[NODE_DIR]) / INTERRUPTED
     give_up_at = time.monotonic() + FILE_WITHIN_S
-    while not interrupted.exists() and _node_request() is None:
+    while not interrupted.exists() and _launcher_request() is None:
         if time.monotonic() >= give_up_at:
             # Do not wait for the main thread, which may hang. The launcher logs the reason.
             os._exit(KILLED_BY_SIGTERM)
         time.sleep(0.1)
     if interrupted.exists():
-        _end_by_user()
+        _end_interrupted()
 
 
-def _announce_the_save() -> None:
+def _announce_save() -> None:
     """Write on rank 0 that the run saves a checkpoint, and how long the launcher waits for this."""
-    said = SAVING
+    text = SAVING
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        said += " (torchrun waits 30 s for the save; slurm/launch_node.sh waits until it is done)"
+        text += " (torchrun waits 30 s for the save; slurm/launch_node.sh waits until it is done)"
     elif is_launcher(os.getppid()):
         # `accelerate launch` of one process ends in a quarter of a second. This process stays.
         set_death_signal(0)
-        said = f"{CTRL_C}: process {os.getpid()} saves a checkpoint after this step and then ends"
+        text = f"{CTRL_C}: process {os.getpid()} saves a checkpoint after this step and then ends"
     if global_rank() == 0:
-        write_error(f"\n{said}\n")
+        write_error(f"\n{text}\n")
 
 
-def _end_by_user() -> None:
+def _end_interrupted() -> None:
     """End this process at once; write into its run locks that the user interrupted the run."""
     note_error(BY_USER)
     for run in held_runs():
@@ -280,10 +280,10 @@ def shield_loader_worker(_worker_id: int) -> None:
     for number in (signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_obey_the_parent, name="signals", daemon=True).start()
+    threading.Thread(target=_end_at_sigterm_of_parent, name="signals", daemon=True).start()
 
 
-def _obey_the_parent() -> None:
+def _end_at_sigterm_of_parent() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         continue
     os._exit(0)

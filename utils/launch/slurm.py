@@ -64,19 +64,20 @@ def read_allocation(
     devices: the number of GPUs that torch sees, used if Slurm counts no GPUs. strategy: the value
     of --strategy. Raises ConfigurationError for wrong settings, UnfitClusterError for missing GPUs.
     """
-    hosts, node = _nodes(environment)
+    hosts, node = _hosts_and_index(environment)
     in_slurm, on_gpus = "SLURM_JOB_ID" in environment, not on_cpu(environment, strategy)
     gpus = 0
     if on_gpus:  # Slurm (22.05) sets the variable, except on clusters without GRES
         gpus = int(environment.get("SLURM_GPUS_ON_NODE") or 0) if in_slurm else devices
-    given = environment.get(PROCESSES)
-    if given and (not re.fullmatch(r"[1-9][0-9]{0,3}", given) or gpus not in (0, int(given))):
+    requested = environment.get(PROCESSES)
+    is_count = requested is None or re.fullmatch(r"[1-9][0-9]{0,3}", requested)
+    if requested and (not is_count or gpus not in (0, int(requested))):
         raise ConfigurationError(
-            f"{PROCESSES}={given!r}, but this job has {gpus} GPU(s) on a node, which take one "
+            f"{PROCESSES}={requested!r}, but this job has {gpus} GPU(s) on a node, which take one "
             "process each. Unset it, or give a number of processes where there are no GPUs."
         )
-    processes = int(given) if given else gpus
-    if in_slurm and on_gpus and not gpus and not (given and devices):
+    processes = int(requested) if requested else gpus
+    if in_slurm and on_gpus and not gpus and not (requested and devices):
         raise UnfitClusterError(
             "the job asked for no GPUs, but would train on GPUs. To train on CPUs, put "
             "ACCELERATE_USE_CPU=true in front of the command (ACCELERATE_USE_CPU=true "
@@ -97,7 +98,7 @@ def read_allocation(
     )
 
 
-def _nodes(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int]:
+def _hosts_and_index(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int]:
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "0"))
     several = int(environment.get("SLURM_JOB_NUM_NODES", "1")) > 1
     in_job = "SLURM_NODEID" in environment  # false in salloc's shell on the login node
@@ -151,9 +152,9 @@ def time_limit_s(text: str) -> int | None:
 
 def job_end_time() -> float | None:
     """Return the unix time in seconds at which this job's time limit ends; None if unknown."""
-    known, job = os.environ.get("SLURM_JOB_END_TIME", ""), os.environ.get("SLURM_JOB_ID")
-    if known.isdecimal():  # Slurm 23 and later
-        return float(known)
+    end_time, job = os.environ.get("SLURM_JOB_END_TIME", ""), os.environ.get("SLURM_JOB_ID")
+    if end_time.isdecimal():  # Slurm 23 and later
+        return float(end_time)
     if not job:
         return None
     try:

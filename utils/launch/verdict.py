@@ -37,7 +37,7 @@ _LOST_PEER = re.compile(
 )
 # Signals that can be the first cause. Other signals follow from another rank's end: torch aborts a
 # process (SIGABRT) that lost its peers, and launchers end processes by SIGTERM.
-_HARD = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
+_CAUSE_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 # The line of slurm/training_job.sh before it starts the ranks again in the same job.
 _RESTARTED = re.compile(r"(?m)  job \S+: (.*); restart \d+ of at most \d+ inside the job$")
 # The line that slurm/job_setup.sh writes into a job's log before it requeues the job.
@@ -56,7 +56,7 @@ OUT_OF_MEMORY = (
     "(sbatch --mem), or use fewer data workers (--dataloader_num_workers)."
 )
 SILENT = "a process of the job ended without a word; see above"
-SHOWN = 4  # ranks in a message
+_MOST_RANKS = 4  # ranks in a message
 
 runs_begun: list[Path] = []  # output directories of the runs that this process started as rank 0
 
@@ -172,7 +172,7 @@ def verdict_of(slurm: Mapping[str, Any]) -> str | None:
     """
     again = int(slurm.get("restart_in_job") or 0)
     start = f"{slurm.get('restart_count') or 0}{f'.{again}' if again else ''}"
-    return _note(f"job-{name_of_job(slurm)}.{start}/{VERDICT}")
+    return _read_job_file(f"job-{name_of_job(slurm)}.{start}/{VERDICT}")
 
 
 def causes_in_log(log: str, slurm: Mapping[str, Any]) -> tuple[str, str]:
@@ -184,15 +184,15 @@ def causes_in_log(log: str, slurm: Mapping[str, Any]) -> tuple[str, str]:
     # Starts count from 1 and restarts from 0. The last line of a start names the next start.
     name, number = name_of_job(slurm), int(slurm.get("restart_count") or 0) + 1
     ends = [at[2] for at in _REQUEUED.finditer(log) if (at[1], at[3]) == (name, str(number + 1))]
-    own = log.partition(f"job {name}, start {number}: ")[2]
-    own = own.partition(f"start {number + 1}")[0]  # the next start, or the requeue for it
+    start_log = log.partition(f"job {name}, start {number}: ")[2]
+    start_log = start_log.partition(f"start {number + 1}")[0]  # the next start, or its requeue
     # The log before the first restart inside the job, the reason of that restart, and so on.
-    rounds = _RESTARTED.split(own)[2 * int(slurm.get("restart_in_job") or 0) :]
+    rounds = _RESTARTED.split(start_log)[2 * int(slurm.get("restart_in_job") or 0) :]
     if len(rounds) > 1:
         return rounds[1], ""
-    ended, by_slurm = _CANCELLED.search("".join(rounds)), ""
-    if ended is not None:
-        by_slurm = f"ended by Slurm: {ended[1].lower()}" if ended[1] else "ended by scancel"
+    cancelled, by_slurm = _CANCELLED.search("".join(rounds)), ""
+    if cancelled is not None:
+        by_slurm = f"ended by Slurm: {cancelled[1].lower()}" if cancelled[1] else "ended by scancel"
     return "".join(ends[-1:]), by_slurm
 
 
@@ -206,12 +206,12 @@ def submitted_runs() -> dict[str, tuple[str, str]]:
     """Return {job id: (run directory, log file or "")} of the jobs that `note_submitted` wrote."""
     found = {}
     for path in sorted((_ROOT / ".stoker").glob(f"{SUBMITTED}*")):
-        run, log, *_ = [*(_note(path.name) or "").splitlines(), "", ""]
+        run, log, *_ = [*(_read_job_file(path.name) or "").splitlines(), "", ""]
         found[path.name.removeprefix(SUBMITTED)] = run, log
     return found
 
 
-def _note(name: str) -> str | None:
+def _read_job_file(name: str) -> str | None:
     try:
         text = (_ROOT / ".stoker" / name).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -259,9 +259,9 @@ def note_worker_ends(
         elif asked_to_stop and name in ("SIGUSR1", "SIGTERM"):
             leave_note("stopped", ExitCode.STOPPED, f"stopped by {name} before it could save", rank)
         elif code < 0:
-            of_memory = memory_ran_out and name == "SIGKILL"
-            end = ExitCode.OUT_OF_MEMORY if of_memory else ExitCode.LOST_RANK
-            leave_note("killed", end, name + OUT_OF_MEMORY * of_memory, rank)
+            out_of_memory = memory_ran_out and name == "SIGKILL"
+            note_code = ExitCode.OUT_OF_MEMORY if out_of_memory else ExitCode.LOST_RANK
+            leave_note("killed", note_code, name + OUT_OF_MEMORY * out_of_memory, rank)
         elif code:
             leave_note("failed", code, f"exit code {code}; what it printed is above", rank)
 
@@ -274,8 +274,8 @@ def wait_for_verdict(several_nodes: bool, silent: str = SILENT) -> Verdict:
     """
     deadline = time.monotonic() + (WAIT_FOR_CAUSES_S if several_nodes else 0.0)
     while True:
-        if left := read_verdict():
-            return left
+        if verdict := read_verdict():
+            return verdict
         notes = read_notes()
         if any(likelihood(note) != CONSEQUENCE for note in notes) or time.monotonic() > deadline:
             return judge(notes, silent)
@@ -294,13 +294,13 @@ def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
     cause = ordered[0]
     if cause.kind == "stopped":
         return Verdict(cause.text, cause.exit_code)
-    how, code = _how(cause), cause.exit_code
+    how, code = _end_words(cause), cause.exit_code
     if cause.kind == "failed" and likelihood(cause) == CONSEQUENCE:
         how, code = "lost another rank, which left no word:", ExitCode.LOST_RANK
     return Verdict(f"rank {cause.rank} on {cause.host} {how} {cause.text}", code)
 
 
-def _how(note: Note) -> str:
+def _end_words(note: Note) -> str:
     """Return the words before a note's text, such as "failed:" in "rank 1 on n2 failed: ..."."""
     return {"refused": "ended:", "killed": "was killed by"}.get(note.kind, f"{note.kind}:")
 
@@ -311,7 +311,7 @@ def likelihood(note: Note) -> int:
         return 0  # even if the text looks like a consequence
     failed, killed = note.kind == "failed", note.kind == "killed"
     lost_peer = note.exit_code == KILLED_BY_SIGTERM or _LOST_PEER.search(note.text)
-    if (failed and lost_peer) or (killed and not note.text.startswith(_HARD)):
+    if (failed and lost_peer) or (killed and not note.text.startswith(_CAUSE_SIGNALS)):
         return CONSEQUENCE
     return {"killed": 0, "hung": 1, "refused": 2, "failed": 2}.get(note.kind, CONSEQUENCE + 1)
 
@@ -327,7 +327,7 @@ def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
     """
     if ended := [note for note in notes if note.kind != "hung"]:
         first = ended[0]
-        at_fault = [f"rank {first.rank} on {first.host} {_how(first)} {first.text}"]
+        at_fault = [f"rank {first.rank} on {first.host} {_end_words(first)} {first.text}"]
     elif silent := sorted(set(range(len(hosts))) - {note.rank for note in notes}):
         why = "stopped, on a frozen host, gone, or in a call that never returns to Python"
         at_fault = [f"rank {rank} on {hosts[rank]} gave no sign of life ({why})" for rank in silent]
@@ -336,7 +336,7 @@ def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
         behind = [note for note in notes if (note.beats or 0) == fewest]
         behind = [note for note in behind if not note.waiting] or behind
         at_fault = [f"rank {note.rank} on {note.host} {note.text}" for note in behind]
-    shown = at_fault[:SHOWN] + ["..."] * (len(at_fault) > SHOWN)
+    shown = at_fault[:_MOST_RANKS] + ["..."] * (len(at_fault) > _MOST_RANKS)
     if len(at_fault) == len(hosts) > 1:
         why = "the network between them, or storage that all of them read."
         return "\n".join([f"All {len(hosts)} ranks hang, none behind the others: {why}", *shown])

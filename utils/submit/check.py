@@ -112,8 +112,8 @@ def plan_job(
         "SLURM_GPUS_ON_NODE": str(gpus),
     }
     # Nodes may have GPUs even if Slurm counts no GPUs in the whole cluster (no GRES).
-    counted = any(count_gpus(line.split("|")[3]) for line in answers.nodes.splitlines())
-    devices = 0 if counted else 1
+    slurm_counts_gpus = any(count_gpus(line.split("|")[3]) for line in answers.nodes.splitlines())
+    devices = 0 if slurm_counts_gpus else 1
     allocation, config = plan_launch(arguments, {**os.environ, **first_node}, devices)
     if allocation.gpus and not gpus:
         _say(
@@ -142,16 +142,16 @@ def note_bad_nodes(options: Sequence[str], kind: str, partition: str) -> None:
     options: sbatch's options. If these choose the nodes, nothing is printed. kind: the name of the
     job script.
     """
-    given = " ".join(options)
-    if re.search(r"(^| )(--nodelist|-w)", given):
+    text = " ".join(options)
+    if re.search(r"(^| )(--nodelist|-w)", text):
         return
-    excluded = expand_hosts(",".join(re.findall(r"(?:^| )(?:--exclude[= ]|-x ?)(\S+)", given)))
+    excluded = expand_hosts(",".join(re.findall(r"(?:^| )(?:--exclude[= ]|-x ?)(\S+)", text)))
     bad: list[str] = []
     with contextlib.suppress(OSError):  # submit the job even without a ledger or sinfo
         if faults := bad_nodes(read_ledger()[0]):
             command = ["sinfo", "--noheader", "--Node", "--format=%N", f"--partition={partition}"]
-            shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-            bad = sorted({*shown.split()} & {*faults} - {*excluded})
+            output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+            bad = sorted({*output.split()} & {*faults} - {*excluded})
     if bad:
         nodes = ", ".join(f"{node} ({faults[node]} faults)" for node in bad)
         _say(f"note:    {nodes} in 7 days: python status.py --nodes")
@@ -188,7 +188,8 @@ def report_end(job: Mapping[str, str], options: Sequence[str], job_script: Path)
     Raises ConfigurationError if the signal would come at the start of the job.
     """
     lead_s, name = signal_lead_s(options, job_script), job_script.name
-    limit, limit_s, again = job["TimeLimit"], time_limit_s(job["TimeLimit"]), job["Requeue"] == "1"
+    limit, requeues = job["TimeLimit"], job["Requeue"] == "1"
+    limit_s = time_limit_s(limit)
     if limit_s and lead_s and lead_s >= limit_s:
         raise ConfigurationError(
             f"the time limit is {limit}, but Slurm's stop signal comes {lead_s} s before it: the "
@@ -201,9 +202,11 @@ def report_end(job: Mapping[str, str], options: Sequence[str], job_script: Path)
             "no stop signal to the batch shell before it (add #SBATCH --signal=B:USR1@300 to "
             f"{name}), the run stops only by its own look at the clock"
         )
-    then = "queued again and resumes" if again else "not queued again (--no-requeue, JobRequeue=0)"
-    _say(f"limit:   {limit}{f'; {stop}' if limit_s else ''}; a job that stopped is {then}")
-    if again and given_last("open-mode", "SBATCH_OPEN_MODE", options, job_script) != "append":
+    again = "queued again and resumes"
+    if not requeues:
+        again = "not queued again (--no-requeue, JobRequeue=0)"
+    _say(f"limit:   {limit}{f'; {stop}' if limit_s else ''}; a job that stopped is {again}")
+    if requeues and given_last("open-mode", "SBATCH_OPEN_MODE", options, job_script) != "append":
         _say(f"WARNING  each start overwrites the log: add #SBATCH --open-mode=append to {name}")
 
 

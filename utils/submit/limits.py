@@ -52,7 +52,7 @@ def check_request(job: Mapping[str, str], gpus: int, answers: SlurmAnswers) -> l
                 f"sacctmgr does not show QOS {job['QOS']}, so the limits of partition {name} (time "
                 f"{partitions[name].get('MaxTime')}) are not checked"
             )
-        elif fault := next(_faults(job, gpus, partitions[name], qos), None):
+        elif fault := next(_limit_violations(job, gpus, partitions[name], qos), None):
             faults.append(fault)
     if len(faults) == len(names):
         raise UnfitClusterError(faults)
@@ -84,7 +84,7 @@ def _qos_limits(
     return limits | {"flags": ",".join(row["flags"] for row in given), "names": " or ".join(names)}
 
 
-def _faults(
+def _limit_violations(
     job: Mapping[str, str], gpus: int, partition: Mapping[str, str], qos: Mapping[str, str]
 ) -> Iterator[str]:
     """Yield messages that say why a partition can never start a job, and what to request."""
@@ -105,10 +105,10 @@ def _faults(
     for text in most:
         if text.isdecimal() and nodes > int(text):
             yield f"{nodes} nodes, but {place} allows {text}: give --nodes={text}"
-    asked = {"gres/gpu": nodes * gpus, "node": nodes, "cpu": int(_number(job["NumCPUs"]))}
+    asked = {"gres/gpu": nodes * gpus, "node": nodes, "cpu": int(_parse_number(job["NumCPUs"]))}
     for name in ("MaxTRES", "MaxTRESPU", "GrpTRES"):
         for kind, limit in re.findall(r"(?<![^,])(gres/gpu|node|cpu)=([\w.]+)", qos.get(name, "")):
-            if asked[kind] > _number(limit):
+            if asked[kind] > _parse_number(limit):
                 yield (
                     f"the job has {kind}={asked[kind]}, but QOS {qos['names']} allows {limit} "
                     f"({name}): ask for less, or name another --qos (sacctmgr show qos)"
@@ -125,11 +125,12 @@ def _check_nodes(
     if nodes:
         most_gpus = max(sum(map(count_gpus, node["gres"].split(","))) for node in nodes)
         cores, memory = (
-            max(int(_number(node[key])) for node in nodes) for key in ("cores", "memory_mb")
+            max(int(_parse_number(node[key])) for node in nodes) for key in ("cores", "memory_mb")
         )
         options += [f"--gpus-per-node={most_gpus}"] * (gpus > most_gpus)
-        options += [f"--mem={memory}M"] * (_number(job["MinMemory"]) > memory * _UNITS["M"])
-        options += [f"--cpus-per-task={cores}"] * (cores < _number(job["cpus-per-task"]) < _NOT_SET)
+        options += [f"--mem={memory}M"] * (_parse_number(job["MinMemory"]) > memory * _UNITS["M"])
+        asked_cores = _parse_number(job["cpus-per-task"])
+        options += [f"--cpus-per-task={cores}"] * (cores < asked_cores < _NOT_SET)
     has = "; ".join(
         f"{node['cores']} cores, {node['memory_mb']} MB, {node['gres']}, features "
         f"{node['features']}"
@@ -144,7 +145,7 @@ def _check_nodes(
     )
 
 
-def _number(text: str) -> float:
+def _parse_number(text: str) -> float:
     """Return a number that Slurm printed: 1536 for 1.50K, 64 for 64+, 0 for N/A."""
     number = re.match(r"([\d.]+)([KMGT]?)", text)
     return float(number[1]) * _UNITS[number[2]] if number else 0.0

@@ -31,7 +31,7 @@ FORMS = {
     "grid": "`setting: [values]`, at least one",
     "output_dir": "the folder for the points' run directories",
 }
-_OWN = ("output_dir", "config", "dry_run")  # settings that Stoker sets for each point
+_SWEEP_SETTINGS = ("output_dir", "config", "dry_run")  # settings that Stoker sets for each point
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]")
 # File systems allow 255 bytes per name. Temporary names of checkpoints need some of them.
 _LONGEST_NAME = 120
@@ -79,13 +79,13 @@ def read_sweep(file: str) -> Sweep:
         content = load_file(Path(file))
     except YamlError as error:
         raise ConfigurationError(str(error)) from error
-    given: dict[str, Any] = dict.fromkeys(FORMS) | {"config": [], "settings": {}}
-    given |= {key: value for key, (value, _) in content.items()}
-    config = [given["config"]] if isinstance(given["config"], str) else given["config"]
-    fixed, grid, output_dir = given["settings"], given["grid"], given["output_dir"]
+    fields: dict[str, Any] = dict.fromkeys(FORMS) | {"config": [], "settings": {}}
+    fields |= {key: value for key, (value, _) in content.items()}
+    config = [fields["config"]] if isinstance(fields["config"], str) else fields["config"]
+    fixed, grid, output_dir = fields["settings"], fields["grid"], fields["output_dir"]
     values = list(grid.values()) if isinstance(grid, dict) else []
     valid = {
-        "script": Path(str(given["script"])).is_file(),
+        "script": Path(str(fields["script"])).is_file(),
         "config": isinstance(config, list) and all(isinstance(entry, str) for entry in config),
         "settings": isinstance(fixed, dict),
         "grid": bool(values) and all(isinstance(each, list) and each for each in values),
@@ -93,7 +93,7 @@ def read_sweep(file: str) -> Sweep:
     }
     known = ", ".join(FORMS)
     faults = [(key, f"expected {FORMS[key]}") for key in FORMS if not valid[key]]
-    faults += [(key, f"unknown key: a sweep has {known}") for key in given.keys() - FORMS.keys()]
+    faults += [(key, f"unknown key: a sweep has {known}") for key in fields.keys() - FORMS.keys()]
     names, combinations = [], []
     if valid["settings"] and valid["grid"]:
         faults += _setting_faults(fixed, grid)
@@ -109,14 +109,14 @@ def read_sweep(file: str) -> Sweep:
         )
     points = {}
     for name, combination in zip(names, combinations, strict=True):
-        words = [given["script"], *(["--config", *config] if config else [])]
+        words = [fields["script"], *(["--config", *config] if config else [])]
         settings = {**fixed, **combination, "output_dir": str(Path(str(output_dir), name))}
         for setting, value in settings.items():
-            texts = _texts(value)
+            texts = _flag_words(value)
             single = len(texts) == 1  # one word, so that a value may begin with "-"
             words += [f"--{setting}={texts[0]}"] if single else [f"--{setting}", *texts]
         points[name] = words
-    return Sweep(given["script"], points, Path(str(output_dir)))
+    return Sweep(fields["script"], points, Path(str(output_dir)))
 
 
 def _setting_faults(
@@ -129,9 +129,9 @@ def _setting_faults(
     settings = [("settings", name, value) for name, value in fixed.items()]
     settings += [("grid", name, value) for name, values in grid.items() for value in values]
     for key, name, value in settings:
-        words = _texts(value)
+        words = _flag_words(value)
         nested = isinstance(value, list) and any(isinstance(item, list) for item in value)
-        if name in _OWN:
+        if name in _SWEEP_SETTINGS:
             own = "it has `output_dir` and `config`, and submit.sh dry-runs every point"
             yield key, f"{name}: the sweep sets it: {own}"
         elif nested or not words or (len(words) > 1 and any(word[:1] == "-" for word in words)):
@@ -141,7 +141,7 @@ def _setting_faults(
             yield key, f"{name}: is among `settings` too, which all points share"
 
 
-def _texts(value: Any) -> list[str]:
+def _flag_words(value: Any) -> list[str]:
     """Return a setting's value as a list of words for a command line."""
     values = value if isinstance(value, list) else [value]
     return [each if isinstance(each, str) else json.dumps(each) for each in values]
@@ -150,7 +150,8 @@ def _texts(value: Any) -> list[str]:
 def point_name(settings: Mapping[str, Any]) -> str:
     """Return the name of a point's directory, such as `learning_rate=0.001,seed=2`."""
     return ",".join(
-        f"{name}={_UNSAFE.sub('_', '+'.join(_texts(value)))}" for name, value in settings.items()
+        f"{name}={_UNSAFE.sub('_', '+'.join(_flag_words(value)))}"
+        for name, value in settings.items()
     )
 
 

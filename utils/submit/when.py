@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     directory, gpu, count, *words = sys.argv[1:] if argv is None else argv
     options, script = words[: int(count)], words[int(count) :]
     kind, now_s = Path(script[0]).name, time.time()
-    dry_run, job = dry_run_command(kind, script[1:]), requested(words, directory, kind, gpu)
+    dry_run, job = dry_run_command(kind, script[1:]), requested_job(words, directory, kind, gpu)
     gpus, counts = job.gpus, {max(1, job.nodes * part // 4) for part in (1, 2, 4, 8, 16)}
     options = [each for each in options if not each.startswith(("--nodes=", "--time="))]
     lead_s = signal_lead_s(options, Path(directory, script[0])) or 0
@@ -60,10 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     ends, sources = list[tuple[int, float, int, str]](), dict[str, None]()
     trainings = set[tuple[int, int]]()
     for nodes in sorted({job.nodes} if kind in ONE_NODE else counts):
-        begins = ""
+        start_text = ""
         try:  # ask Slurm before the dry run, which takes longer
             asked = [*options, f"--nodes={nodes}", f"--time={job.time}", *script]
-            begins = f"starts {date(start_s(asked, directory, now_s))}, "
+            start_text = f"starts {date(start_s(asked, directory, now_s))}, "
             run_s, startup_s, source, training = work_left(dry_run, nodes, gpus, gpu)
             sources[source] = None
             trainings.add(training)
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 # If two choices end in the same minute, the cheaper one is better.
                 ends.append((round(end_s / 60), cost, limit_s, shlex.join(choice)))
         except ConfigurationError as error:
-            rows.append(f"{nodes:>5}  {begins}{error.problems[0]}")
+            rows.append(f"{nodes:>5}  {start_text}{error.problems[0]}")
     if ends:
         rows.append(f"earliest end: slurm/submit.sh {min(ends)[3]}")
     note = SAME if len(trainings) < 2 else NOT_SAME
@@ -98,19 +98,19 @@ class Request:
     gpus: int
 
 
-def requested(words: Sequence[str], directory: str, kind: str, gpu: str) -> Request:
+def requested_job(words: Sequence[str], directory: str, kind: str, gpu: str) -> Request:
     """Return the nodes, time limit and GPUs that the job requests.
 
     words: sbatch's options and the job script. kind: the name of the job script. Raises
     ConfigurationError for a job that cannot be forecast, such as a sweep.
     """
-    said = test_only(words, directory)
-    job = dict(re.findall(r"^sbatch: (\S+) *: (.*)$", said, re.MULTILINE))
+    output = test_only(words, directory)
+    job = dict(re.findall(r"^sbatch: (\S+) *: (.*)$", output, re.MULTILINE))
     limit_s = time_limit_s(job.get("time", ""))
     if kind == "sweep_job.sh" or not limit_s or "gpus" in job:
         raise ConfigurationError(
             "--when is for one training with a --time limit and GPUs per node; sbatch says: "
-            + said.rpartition("\n")[2]
+            + output.rpartition("\n")[2]
         )
     given = [f"gpu:{job.get(f'gpus-per-{each}', 0)}" for each in ("node", "task")]
     gpus = next(filter(None, map(count_gpus, [job.get("gres", ""), *given])), 0)
@@ -178,10 +178,10 @@ def start_s(words: Sequence[str], directory: str, now_s: float) -> float:
 
     Raises ConfigurationError with sbatch's message if there is no forecast.
     """
-    said = test_only(words, directory)
-    found = re.findall(r"^sbatch: Job \d+ to start at (\S+) ", said, re.MULTILINE)
+    output = test_only(words, directory)
+    found = re.findall(r"^sbatch: Job \d+ to start at (\S+) ", output, re.MULTILINE)
     if not found:
-        raise ConfigurationError(said.rpartition("\n")[2])
+        raise ConfigurationError(output.rpartition("\n")[2])
     start = datetime.datetime.fromisoformat(found[0]).timestamp()
     if start > now_s + FAR_S:
         raise ConfigurationError("Slurm cannot tell: jobs without a time limit are ahead")
@@ -204,36 +204,37 @@ def work_left(
     else:
         env |= {"WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks // nodes}", SUBMITTING: "1"}
         env |= {} if gpus else {"ACCELERATE_USE_CPU": "true"}
-    said = output_of([sys.executable, *command], env)
-    problems = re.findall(r"^  - (.*)", said, re.MULTILINE)
-    if problems or "tokens with padding" not in said:
-        raise ConfigurationError(problems or said.rpartition("\n")[2])
+    output = output_of([sys.executable, *command], env)
+    problems = re.findall(r"^  - (.*)", output, re.MULTILINE)
+    if problems or "tokens with padding" not in output:
+        raise ConfigurationError(problems or output.rpartition("\n")[2])
     counts = (r"run: ([\d,]+) steps", r"= ([\d,]+) tokens with padding")
-    steps, tokens = (int(re.findall(each, said)[0].replace(",", "")) for each in counts)
-    resumed = re.findall(r"would resume from (.+)/checkpoint-(\d+)$", said, re.MULTILINE)
-    folder = re.findall(r"run directory: (.+) \(\w+\)$", said, re.MULTILINE)[0]
-    folder, done = resumed[0] if resumed else (folder, 0)
-    run, left = read_run(Path(folder), whole=False), steps - int(done)
-    if left <= 0 or "a start would have nothing to do" in said:
+    steps, tokens = (int(re.findall(each, output)[0].replace(",", "")) for each in counts)
+    resumed = re.findall(r"would resume from (.+)/checkpoint-(\d+)$", output, re.MULTILINE)
+    folder = re.findall(r"run directory: (.+) \(\w+\)$", output, re.MULTILINE)[0]
+    folder, done_steps = resumed[0] if resumed else (folder, 0)
+    run, left = read_run(Path(folder), whole=False), steps - int(done_steps)
+    if left <= 0 or "a start would have nothing to do" in output:
         raise ConfigurationError("nothing is left to train")
     # Skip interactive jobs, which may have run other commands first. They have no restart count.
     first = [start for start in run.starts if str(start.job.get("restart_in_job")) == "0"]
     began = [(start.trained, start.job.get("start_time")) for start in first]
     times = [trained - job for trained, job in began if trained and isinstance(job, float)]
     startup_s = statistics.median(times) if times else STARTUP_S
-    how = f"start-up {duration(startup_s)} ({'measured' if times else 'assumed'})"
+    source = f"start-up {duration(startup_s)} ({'measured' if times else 'assumed'})"
     logged = run.last_trained.lines if run.last_trained else ()
     logs = [(line["step"], line["time"]) for line in logged if line["event"] == "train"]
     if len(logs) > 1 and logs[-1][0] > logs[0][0]:
         pace_s = (logs[-1][1] - logs[0][1]) / (logs[-1][0] - logs[0][0])
         launch = run.last_trained.entry.get("launch") or {} if run.last_trained else {}
-        then = int(launch.get("world_size") or ranks)
-        how = f"{pace_s:.3g} s a step on {then} ranks (measured), in proportion on others; {how}"
-        return left * pace_s * then / ranks, startup_s, how, (steps, tokens)
-    if speed := re.findall(r"forecast: ([\d,]+) .*tokens/s", said):
+        logged_ranks = int(launch.get("world_size") or ranks)
+        pace = f"{pace_s:.3g} s a step on {logged_ranks} ranks (measured), in proportion on others"
+        run_s = left * pace_s * logged_ranks / ranks
+        return run_s, startup_s, f"{pace}; {source}", (steps, tokens)
+    if speed := re.findall(r"forecast: ([\d,]+) .*tokens/s", output):
         run_s = tokens * left / steps / int(speed[0].replace(",", ""))
-        how = f"forecast, without evaluations and saves; {how}"
-        return run_s, startup_s, how, (steps, tokens)
+        source = f"forecast, without evaluations and saves; {source}"
+        return run_s, startup_s, source, (steps, tokens)
     raise ConfigurationError("the speed is not known: name the GPU, as in --when=H100-80GB")
 
 

@@ -387,5 +387,5 @@ def test_a_worker_that_ends_while_an_error_is_shown_changes_nothing(monkeypatch)
         os.kill(os.getpid(), signal.SIGCHLD)
         return 5
 
-    monkeypatch.setattr(script, "_fail", show)
+    monkeypatch.setattr(script, "_end_failed", show)
     assert run_script(main) == 5

@@ -109,7 +109,7 @@ def test_a_slow_check_is_waited_for_while_the_others_run(alone, monkeypatch, cap
         check = stage(number)
         monkeypatch.setattr(doctor, f"check_{name}", lambda *_, check=check: check())
     monkeypatch.setattr(doctor, "check_hub", lambda: iter(()))
-    monkeypatch.setattr(doctor, "SAID_AFTER_S", 0.0)
+    monkeypatch.setattr(doctor, "WAIT_LINE_AFTER_S", 0.0)
     monkeypatch.setattr(doctor, "LIMIT_S", 600.0)
     assert doctor.main([]) == 0
     shown = capsys.readouterr().out

@@ -122,22 +122,22 @@ def test_signals_of_one_press_count_once(monkeypatch, second):
     """`timeout` sends SIGINT to the process and to its group; torchrun answers by SIGTERM."""
     state, ended = signals.SignalState(signals.Stage.TRAINING), []
     monkeypatch.setattr(signals, "signal_state", state)
-    monkeypatch.setattr(signals, "_end_by_user", lambda: ended.append(True))
-    monkeypatch.setattr(signals, "_announce_the_save", lambda: None)
-    signals._answer({signal.SIGINT}, 100.0)
+    monkeypatch.setattr(signals, "_end_interrupted", lambda: ended.append(True))
+    monkeypatch.setattr(signals, "_announce_save", lambda: None)
+    signals._handle_signals({signal.SIGINT}, 100.0)
     for now in (100.0, 100.1, 100.35):  # the gaps count, so a key that is held down is one press
-        signals._answer({second}, now)
+        signals._handle_signals({second}, now)
     assert (state.requested, ended) == ("Ctrl-C", [])
-    signals._answer({second}, 101.0)
+    signals._handle_signals({second}, 101.0)
     assert ended == [True]
 
 
 def test_a_child_that_ends_is_no_request(monkeypatch):
     """A loader with workers has a handler for SIGCHLD, so the pipe gets this signal."""
     monkeypatch.setattr(signals, "signal_state", signals.SignalState(signals.Stage.TRAINING))
-    signals._answer({signal.SIGCHLD}, 100.0)
+    signals._handle_signals({signal.SIGCHLD}, 100.0)
     assert signals.stop_request() is None
-    signals._answer({signal.SIGCHLD, signal.SIGUSR1}, 100.0)
+    signals._handle_signals({signal.SIGCHLD, signal.SIGUSR1}, 100.0)
     assert signals.stop_request() == "SIGUSR1"
 
 
