@@ -2,11 +2,11 @@
 
 run_plan           makes the plan from settings, data, model and launch; its log lines
 run_data           opens, checks and packs the datasets; divides them into steps
-context_parallel   checks that ranks can share the sequences of a model
-rehearsal          takes a step with tiny weights, in which the libraries check their settings
+context_parallel   checks that several ranks can share each sequence of a model
+rehearsal          takes a step with tiny weights, so that libraries check their settings
 memory_trace       counts the memory of a training step on fake tensors
 memory_estimate    estimates memory per device, and the bytes of a checkpoint
 memory_plan        chooses the activation checkpointing that fits, or advises other settings
-ranks              shows groups, weights and samples of three ranks, in a dry run for several nodes
+ranks              reports groups, weights and samples of three ranks, for several nodes
 forecast           predicts the speed on another machine's GPUs, and the best settings for them
 """

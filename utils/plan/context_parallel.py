@@ -1,4 +1,4 @@
-"""Checks that ranks can share the sequences of a model (`context_parallel`)."""
+"""Checks that several ranks can share each sequence of a model (setting `context_parallel`)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -26,10 +26,10 @@ def check_context_parallel(
     device: torch.device | None,
     report: Report,
 ) -> None:
-    """Raise ConfigurationError if the ranks of a group cannot share this model's sequences.
+    """Raise ConfigurationError if `context_parallel` ranks cannot share a sequence of the model.
 
-    device: the device that trains; None on a login node. Adds a warning to `report` if a group has
-    ranks on several nodes.
+    device: the device that trains. None means a login node. Adds a warning to `report` if ranks on
+    different nodes share sequences.
     """
     size, length = settings.run.context_parallel, settings.data.sequence_length
     if size == 1:
@@ -51,7 +51,7 @@ def check_context_parallel(
 def hindrances(
     config: PreTrainedConfig, attention: AttentionChoice, device: torch.device = CPU
 ) -> Iterator[str]:
-    """Yield each reason why ranks cannot share this model's sequences, as text with advice."""
+    """Yield an error text with advice for each reason why ranks cannot share sequences."""
     name = config.model_type
     if is_recurrent(config):
         yield (
@@ -93,7 +93,7 @@ def hindrances(
 
 
 def head_faults(config: PreTrainedConfig, size: int) -> list[str]:
-    """Return error texts on layers whose attention heads do not divide over `size` ranks, or []."""
+    """Return an error text for each number of heads that does not divide over `size` ranks."""
     faults: dict[str, None] = {}
     for layer in config.get_text_config(decoder=True).per_layer_config:
         heads = getattr(layer, "num_attention_heads", 0)

@@ -1,9 +1,9 @@
-"""The forecast of a run's speed on another machine's GPUs, and the best settings for these GPUs.
+"""Forecasts of a run's speed on the GPUs of another machine, and the best settings for these GPUs.
 
-A micro-batch takes the longer of two times: the time of its matrix products and attention, and the
-time in which GPUs exchange weights and gradients. Products and attention reach a share of the GPU's
-peak speed that depends on the model's width. The shares were measured on one H200 with compiled
-layers (benchmarks/results/gpu). A comment marks each constant that nobody measured.
+GPUs compute and communicate at the same time, so a micro-batch takes the longer of both times.
+Matrix products and attention reach a share of the GPU's peak speed. The share depends on the
+model's width. It was measured on one H200 with compiled layers (benchmarks/results/gpu). A comment
+marks each constant that nobody measured.
 """
 
 import math
@@ -46,11 +46,11 @@ SOURCE = "shares of the peak as measured on an H200"
 # MPT 7B) of a single GPU's share. tests/unit/plan/test_forecast.py has the published speeds.
 SEVERAL = (0.68, 0.87)
 # Not measured: factors on the share for layers that are not compiled, for experts, and for float32
-# instead of bf16 (the peak of TF32 is half). SELECTIVE is a factor on the time: recomputation adds
-# a third of the time that norms and the like take in benchmarks/hardware/roofline.py.
+# instead of bf16 (the peak of TF32 is half). SELECTIVE is a factor on the time. Selective
+# recomputation adds a third of the time of norms and activations (benchmarks/hardware/roofline.py).
 NOT_COMPILED, OF_EXPERTS, FLOAT32, SELECTIVE = 0.8, 0.5, 0.5, 1.04
-# Not measured: the share of a link's speed that an exchange reaches. The network's speed is not
-# known: 200 Gbit/s per GPU are assumed, in bytes per second.
+# Not measured: the share of a link's speed that communication reaches, and the network's speed in
+# bytes per second (200 Gbit/s per GPU).
 LINK_SHARE, NETWORK = 0.8, 25e9
 HSDP = "hsdp"
 FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # strategies whose file has another name
@@ -65,10 +65,10 @@ USUAL = assumed_gpus("1xH100-80GB")
 class Candidate:
     """Settings that a run could use, and their predicted memory and speed.
 
-    recomputed: the activation checkpointing. total_bytes: bytes per GPU. speeds: the lowest and the
-    highest predicted tokens per second of all GPUs together. counted: False if total_bytes lacks
-    the activations, which cannot be counted for some architectures. context_parallel: number of
-    ranks that share each sequence.
+    recomputed: the mode of activation checkpointing. total_bytes: bytes per GPU. speeds: the lowest
+    and the highest predicted tokens per second of all GPUs together. counted: False if total_bytes
+    lacks the activations, which cannot be counted for some architectures. context_parallel: number
+    of ranks that share each sequence.
     """
 
     strategy: str
@@ -84,8 +84,8 @@ class Candidate:
 class Planner:
     """A predictor of memory and speed on `gpus`, with the run's settings or with changed settings.
 
-    document_tokens: the length of the document that contains a token, averaged over all tokens.
-    products: the counts from which FLOPs per token are computed.
+    document_tokens: the mean length of documents in tokens, weighted by length. products: counts of
+    the model's multiplications, from which FLOPs per token are computed.
     """
 
     setup: Setup
@@ -95,11 +95,11 @@ class Planner:
     has_experts: bool
 
     def step_flops(self, recomputed: str) -> float:
-        """Return the FLOPs per token of a step, recomputation included.
+        """Return the FLOPs per token of a step, including recomputation.
 
         A token attends to half of its document on average. Full recomputation repeats the forward
-        pass without the LM head. It adds 2 FLOPs per weight. In attention it adds 4 per head, head
-        dimension and visible token.
+        pass without the LM head. This adds 2 FLOPs per weight. In attention it adds 4 FLOPs per
+        head, head dimension and visible token.
         """
         text, products = self.setup.config.get_text_config(decoder=True), self.products
         head = text.vocab_size * text.hidden_size
@@ -115,9 +115,9 @@ class Planner:
     def tokens_per_s(self, setup: Setup, recomputed: str, several: float = SEVERAL[1]) -> float:
         """Return tokens per second of all GPUs together, padding included.
 
-        several: a GPU's speed in a launch on several GPUs, as a share of its speed alone. GPUs of
-        unknown speed count as H100s. Raises ConfigurationError if the global batch does not divide
-        into micro-batches.
+        several: the factor on each GPU's speed if the run has several GPUs. GPUs of unknown speed
+        count as H100s. Raises ConfigurationError if the global batch does not divide into
+        micro-batches.
         """
         gpus, known = self.gpus, self.gpus if self.gpus.flops else USUAL
         assert known.flops is not None
@@ -167,8 +167,8 @@ class Planner:
     ) -> Candidate:
         """Predict memory and speed of the run with changed settings.
 
-        size: the value of context_parallel, or None to keep the run's. Raises ConfigurationError
-        if the global batch does not divide into micro-batches.
+        size: the value of context_parallel. None means the run's own value. Raises
+        ConfigurationError if the global batch does not divide into micro-batches.
         """
         size = size or self.setup.settings.run.context_parallel
         changes: dict[str, Any] = {"strategy": strategy, ROWS: micro_batch, CONTEXT: size}
@@ -182,11 +182,11 @@ class Planner:
 
     @property
     def room(self) -> int:
-        """The bytes that a prediction may reach on a GPU, as for activation_checkpointing auto."""
+        """The largest prediction in bytes that fits a GPU, as for activation_checkpointing auto."""
         return int(self.gpus.memory_gib * GIB * (1 - RESERVED["cuda"]) / MARGIN["cuda"])
 
     def candidates(self) -> list[Candidate]:
-        """Return settings that fit a GPU (`room`), with the smallest possible context_parallel.
+        """Return the settings that fit a GPU, with the smallest possible context_parallel.
 
         Returns [] if nothing fits.
         """
@@ -196,9 +196,9 @@ class Planner:
         return []
 
     def _candidates(self, size: int) -> Iterator[Candidate]:
-        """Yield settings that fit a GPU (`room`), less sharding first.
+        """Yield the settings that fit a GPU, those with less sharding first.
 
-        Strategies of DeepSpeed are tried if the run uses one of them. size: the number of ranks
+        DeepSpeed's strategies are tried only if the run uses DeepSpeed. size: the number of ranks
         that share each sequence.
         """
         launch, batch = self.setup.launch, self.setup.settings.divisible_batch
@@ -217,12 +217,12 @@ class Planner:
 
 
 def exchange_times(setup: Setup, gpus: AssumedGpus, link: float) -> tuple[float, float]:
-    """Return the seconds of exchange per micro-batch, and those at the end of a step.
+    """Return the seconds of communication per micro-batch, and the seconds at the end of a step.
 
     link: bytes/s between GPUs of a node. The GPUs exchange weights and gradients in a ring. Between
     nodes the ring uses the network cards of all GPUs of a node. HSDP has a ring for each copy of
-    the states. At the end of a step, another ring through the copies sums each GPU's share of the
-    gradients, with 4 bytes each.
+    the states. At the end of a step, HSDP sums gradients over the copies, in float32 and in another
+    ring for each shard.
     """
     replicas, shards = setup.launch.replicas, gpus.world_size // setup.launch.replicas
     network = link if gpus.nodes == 1 else min(link, gpus.per_node * NETWORK)
@@ -236,10 +236,11 @@ def exchange_times(setup: Setup, gpus: AssumedGpus, link: float) -> tuple[float,
 
 
 def exchanged_bytes(setup: Setup, ranks: int) -> tuple[float, float]:
-    """Return the bytes that each GPU sends per micro-batch, and those at the end of a step.
+    """Return the bytes that each GPU sends per micro-batch, and the bytes at the end of a step.
 
-    Sharded weights are gathered for the forward and the backward pass, with 2 bytes each. Gradients
-    are summed over the ranks with 4 bytes each. DeepSpeed and ddp_comm_hook use 2 bytes each.
+    Sharded weights are gathered for the forward and the backward pass, at 2 bytes per weight.
+    Gradients are summed over the ranks at 4 bytes per weight. DeepSpeed and ddp_comm_hook sum at 2
+    bytes per weight.
     """
     if ranks == 1:
         return 0.0, 0.0
@@ -257,9 +258,9 @@ def rounded(number: float) -> int:
 
 
 def best_of(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the fastest candidate. Among speeds within 2 %, prefer less sharding.
+    """Return the fastest candidate. Speeds within 2 % of the fastest count as equal.
 
-    Among those with equal sharding, prefer larger micro-batches.
+    Among equally fast candidates, prefer less sharding, then larger micro-batches.
     """
     fastest = max(one.speeds[1] for one in candidates)
     near = [one for one in candidates if one.speeds[1] >= AS_FAST * fastest]
@@ -297,7 +298,7 @@ def make_planner(setup: Setup, document_tokens: float) -> Planner:
 
 
 def suggest(planner: Planner, report: Report) -> None:
-    """Add to `report` the fastest settings that fit; if none fit, changes that make the run fit."""
+    """Report the fastest settings that fit. If none fit, report changes that make the run fit."""
     setup, gpus = planner.setup, planner.gpus
     most = possible_checkpointing(setup)[-1]
     if not planner.candidate(setup.launch.strategy, 1, most).counted:
@@ -340,8 +341,8 @@ def forecast_line(
 ) -> str:
     """Return the log line on tokens per second and on the duration of the run.
 
-    recomputed: the activation checkpointing. to_longest: micro-batches are padded to their longest
-    document, not to sequence_length.
+    recomputed: the mode of activation checkpointing. to_longest: whether micro-batches are
+    padded to their longest document, not to sequence_length.
     """
     gpus, settings = planner.gpus, planner.setup.settings
     if gpus.flops is None:
@@ -363,7 +364,7 @@ def forecast_line(
 
 
 def shown_speeds(speeds: tuple[float, float]) -> str:
-    """Return two speeds as text, "90,000 to 120,000", or one number if both round to it."""
+    """Return two speeds as text: "90,000 to 120,000", or one number if both round to the same."""
     return " to ".join(dict.fromkeys(f"{rounded(speed):,}" for speed in speeds))
 
 

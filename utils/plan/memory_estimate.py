@@ -11,9 +11,9 @@ from utils.model.architecture import MISFITS, causal_lm_class
 from utils.plan.memory_trace import Setup, Stretch, trace
 
 GIB = 2**30
-# Bytes of a moment of Adam per parameter. int8: 1 byte, and a float32 scale for up to 256 of them.
+# Bytes per parameter of one of Adam's moments. int8 adds a float32 scale for every 256 values.
 BYTES_A_STATE = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 256}
-# cuBLAS's workspaces on Hopper. Forward and backward pass run in two threads with one each.
+# cuBLAS's workspaces on Hopper: one for the thread of the forward pass, one for the backward pass.
 WORKSPACE_BYTES = 2 * 32 * 2**20
 SHARDED_BY = {
     "weights": ("fsdp1", "fsdp2", "zero3"),
@@ -26,8 +26,8 @@ SHARDED_BY = {
 class MemoryEstimate:
     """Bytes on each device at the peak of a step.
 
-    activations: all tensors that are no weights, gradients or optimizer states of this rank, such
-    as layers' inputs for the backward pass, logits, or weights gathered from other ranks. counted:
+    activations: all tensors except this rank's weights, gradients and optimizer states, such as
+    layers' inputs for the backward pass, logits, and weights gathered from other ranks. counted:
     False if the activations could not be counted. fault: a warning, or "".
     """
 
@@ -51,11 +51,11 @@ class MemoryEstimate:
 
 
 def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -> MemoryEstimate:
-    """Estimate the memory of one training device with the activation checkpointing `choice`.
+    """Estimate the memory of one training device.
 
-    micro_batch: sequences per forward pass, by default the number in the settings. If the settings
-    accumulate gradients, the estimate does as well, for any `micro_batch`. If the model cannot run
-    on fake tensors, activations are left out.
+    choice: the mode of activation checkpointing. micro_batch: sequences per forward pass, by
+    default the number in the settings. `micro_batch` does not change whether the estimate includes
+    gradient accumulation. If the model cannot run on fake tensors, activations are left out.
     """
     settings, launch, dtype = setup.settings, setup.launch, setup.dtype
     (parameters, trained), quantized = setup.parameters, setup.quantized
@@ -71,7 +71,7 @@ def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -
     gradients //= shards["gradients"]
     accumulates = settings.run.global_batch_size > setup.micro_batch * setup.data_ranks
     ddp = launch.strategy == "ddp"
-    # After the first step, DDP's buckets hold gradients all the time.
+    # DDP keeps the gradients in its buckets from the first step on.
     held = gradients if accumulates or ddp else 0
     most, made = gradients, gradients  # while the optimizer steps
     gathered_weights, counted, fault = 0, False, ""
@@ -96,7 +96,7 @@ def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -
     if launch.device == "cuda" or setup.elsewhere:
         activations += WORKSPACE_BYTES
     if ddp and accumulates:
-        made += gradients  # gradients of earlier micro-batches, beside the buckets
+        made += gradients  # DDP's buckets and the accumulated gradients
     if quantized is not None:
         # At the peak one layer's weights are dequantized. Assume that it is the largest layer.
         activations += quantized.largest * dtype.itemsize
@@ -111,11 +111,11 @@ def most_alive(
     """Return the peak bytes of a step, and the bytes of gradients at this peak.
 
     Weights and optimizer states are not in the peak. stretches: the parts of a step. shards: number
-    of ranks over which gradients are sharded; after a layer's backward pass, a rank keeps its share
-    of the layer's gradients. copied: the size of the buffer in which a layer's gradients are summed
-    over ranks, as a multiple of these gradients. The buffer lives until the next layer's buffer is
-    made. The last buffer is for weights outside the layers. held: bytes of gradients from earlier
-    micro-batches, to which the new gradients are added.
+    of ranks over which gradients are sharded. A rank keeps its shard of a layer's gradients after
+    the layer's backward pass. held: bytes of gradients from earlier micro-batches, to which the new
+    gradients are added. copied: bytes of the communication buffer per byte of a layer's gradients.
+    A layer's buffer lives until the next layer's buffer is allocated. The last buffer is for
+    weights outside the layers.
     """
     alive = most = made = of_most = held
     buffer = 0
@@ -134,8 +134,8 @@ def most_alive(
 def optimizer_bytes_per_parameter(optim_states: str | None, trained_size: float) -> float:
     """Return the bytes of AdamW's two moments per trained parameter.
 
-    optim_states: the type of the moments; None: the type of the parameter, which has `trained_size`
-    bytes.
+    optim_states: the type of the moments. None means the type of the parameter, which takes
+    `trained_size` bytes.
     """
     return 2 * (BYTES_A_STATE[optim_states] if optim_states else trained_size)
 
@@ -165,8 +165,8 @@ def _optimizer_bytes(setup: Setup, own_bytes: int) -> int:
 def checkpoint_bytes(setup: Setup) -> int:
     """Return the approximate bytes of a checkpoint on disk: weights and states of all ranks.
 
-    LoRA saves only the adapters. DeepSpeed saves the weights a second time. In mixed precision
-    these have 2 bytes each.
+    LoRA saves only the adapters. DeepSpeed saves a second copy of the weights. In mixed precision
+    this copy has 2 bytes per weight.
     """
     model, dtype = setup.settings.model, setup.dtype
     parameters, trained = setup.parameters

@@ -31,11 +31,11 @@ VARIABLE = "STOKER_GPU_MEMORY_GIB"
 # Shares of a device's memory that a run cannot use. On a GPU: the CUDA context, NCCL's buffers,
 # kernels' workspaces, unused gaps between tensors. On a host: other processes.
 RESERVED = {"cuda": 0.06, "cpu": 0.05}
-# Factors by which a run may need more than predicted. A process on a CPU also holds kernels, their
-# threads and gaps between tensors: small models need up to 1.8 times (docs/memory.md).
+# A run may need the predicted memory times this factor. A process on a CPU also holds kernels,
+# their threads and gaps between tensors: small models need up to 1.8 times (docs/memory.md).
 MARGIN = {"cuda": 1.10, "cpu": 2.0}
 # A change that may make a run fit is {setting: value}. The key GPUS sets the number of GPUs.
-# The key REPLICAS sets the copies of sharded states: with another strategy they become 1.
+# The key REPLICAS sets the number of copies of sharded states. A change of strategy resets it to 1.
 GPUS, REPLICAS = "GPUs", "copies"
 ROWS, RECOMPUTED = "per_device_train_batch_size", "activation_checkpointing"
 CONTEXT = "context_parallel"
@@ -50,11 +50,11 @@ class MemoryPlan:
     """The choice of activation checkpointing and its predictions, for provenance.json.
 
     requested: the mode in the settings, or auto. predicted_bytes: {mode: bytes per device}.
-    room_bytes: usable bytes of the device with the least memory; None if unknown. sequence_bytes:
-    bytes of one more sequence in a micro-batch (without a GPU, an upper bound). sharded_bytes:
-    bytes per device under fsdp2 (without a GPU, under the run's strategy). context_bytes: {number
-    of ranks: bytes per device} for the smallest larger value of context_parallel. It is {} without
-    a GPU, and for micro-batches of several sequences.
+    room_bytes: usable bytes of the device with the least memory. None means unknown.
+    sequence_bytes: bytes of one more sequence in a micro-batch (without a GPU, an upper bound).
+    sharded_bytes: bytes per device under fsdp2 (without a GPU, under the run's strategy).
+    context_bytes: {context_parallel: bytes per device} for the next larger possible value. It is {}
+    without a GPU, and for micro-batches of several sequences.
     """
 
     choice: str
@@ -70,10 +70,10 @@ class MemoryPlan:
 def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
     """Predict a device's memory, choose the activation checkpointing, and add lines to `report`.
 
-    Collective: the device with the least free memory decides for all ranks. In a dry run for other
-    GPUs, the device is the GPU that --assume or slurm/cluster.env names. Raises ConfigurationError
-    if the prediction is more than the factor MARGIN above a GPU's memory, or if weights do not fit
-    a CPU's memory.
+    All ranks must call this, because the device with the least free memory decides for all. In a
+    dry run for other GPUs, the device is the GPU that --assume or slurm/cluster.env names. Raises
+    ConfigurationError if the prediction exceeds a GPU's memory times MARGIN, or if the weights do
+    not fit a CPU's memory.
     """
     settings, launch = setup.settings, setup.launch
     requested, possible = checkpointing_choices(setup)
@@ -123,7 +123,7 @@ def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
 
 
 def checkpointing_choices(setup: Setup) -> tuple[str, list[str]]:
-    """Return the requested mode (none, selective, full or auto) and the list of possible modes.
+    """Return the requested mode (none, selective, full or auto) and all possible modes.
 
     Raises ConfigurationError if the requested mode is not possible.
     """
@@ -153,10 +153,10 @@ def choose(
 ) -> tuple[str, str]:
     """Return the mode of activation checkpointing, and the reason as text.
 
-    requested: a mode, which is returned, or "auto". predicted: {mode: estimate}, least
-    recomputation first. "auto" takes the first mode whose estimate times `margin` fits into `room`
-    bytes. It takes the last mode if no mode fits, if no activations could be counted, or if `room`
-    is unknown.
+    requested: the mode to return, or "auto". predicted: {mode: estimate}, least recomputation
+    first. "auto" selects the first mode whose estimate times `margin` fits into `room` bytes. It
+    selects the last mode if no mode fits, if activations could not be counted, or if `room` is
+    unknown (None).
     """
     if requested != "auto":
         return requested, f"{requested}, as set"
@@ -176,7 +176,7 @@ def choose(
 
 
 def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
-    """Return the free bytes that this rank may use, and its GPU's bytes. None means unknown."""
+    """Return the bytes that this rank can use, and its GPU's total bytes. None means unknown."""
     if launch.device == "cuda":
         free, total = torch.cuda.mem_get_info()
         return free - int(RESERVED["cuda"] * total), total
@@ -189,7 +189,7 @@ def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
 def planned_device(
     assume: str | None, environment: Mapping[str, str]
 ) -> tuple[int | None, int | None]:
-    """Return the usable bytes and all bytes of the GPU that --assume or cluster.env names.
+    """Return the usable and the total bytes of the GPU that --assume or cluster.env names.
 
     Returns (None, None) if neither names a GPU.
     """
@@ -211,9 +211,9 @@ def planned_device(
 
 
 def remedies(setup: Setup, choice: str, room: int) -> str:
-    """Return advice on up to three changes of settings, as text.
+    """Return advice as text: up to three changes of settings.
 
-    With each of these changes a device of `room` usable bytes suffices.
+    With each of these changes alone, the run fits a device with `room` usable bytes.
     """
     found: list[Mapping[str, Any]] = []
     for changes in _possible_changes(setup, choice):
@@ -228,9 +228,10 @@ def remedies(setup: Setup, choice: str, room: int) -> str:
 
 
 def settings_beside(setup: Setup, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {setting: value} of settings that the user has to give together with `changes`.
+    """Return more settings {setting: value} that the user has to give together with `changes`.
 
-    They keep a derived global batch size, and reset settings that contradict `changes`.
+    They fix the global batch size if the user did not set it. They reset settings that contradict
+    `changes`.
     """
     run, model, strategy = setup.settings.run, setup.settings.model, changes.get("strategy")
     given = setup.settings.values.rank("global_batch_size") > 0
@@ -248,7 +249,7 @@ def settings_beside(setup: Setup, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _possible_changes(setup: Setup, choice: str) -> Iterator[dict[str, Any]]:
-    """Yield changes {setting: value} that save memory. Changes that alter less come first."""
+    """Yield changes {setting: value} that save memory, small changes first."""
     settings, rows = setup.settings, setup.micro_batch
     possible = possible_checkpointing(setup)
     more = possible[possible.index(choice) + 1 :]
@@ -305,7 +306,7 @@ def _fits(setup: Setup, changes: Mapping[str, Any], choice: str, room: int) -> b
 
 
 def changed(setup: Setup, changes: Mapping[str, Any]) -> Setup:
-    """Return the setup with other settings, or another strategy or number of GPUs.
+    """Return the setup with changed settings, strategy or number of GPUs.
 
     Raises ConfigurationError if `changes` turn LoRA on and PEFT does not support the model.
     """

@@ -1,8 +1,8 @@
 """The memory of a training step, counted by running the user's model on fake tensors.
 
 Fake tensors have shapes and types, but no values. A tensor's bytes count from the operator that
-makes the tensor until nothing refers to the tensor. If several layers are equal, only the first
-layer runs, and its bytes count for each of these layers. Begin to read with `trace`.
+returns the tensor until the last reference to the tensor is gone. If several layers are equal, only
+the first layer runs, and its bytes count for each of these layers. Begin to read with `trace`.
 """
 
 import copy
@@ -37,8 +37,8 @@ from utils.model.probe import torch_operators
 from utils.model.weights import COMPUTED, Quantized, quantized_layers, weights_dtype
 
 FORWARD, BACKWARD, REST, AUTOCAST_ENDS = "forward", "backward", "rest", "autocast ends"
-WITH_SCORES = ("sdpa", "eager")  # attention that runs unchanged, as masks and scores take memory
-COUNTED = "counted_attention"  # not "flash" or "sdpa": transformers acts on such names
+WITH_SCORES = ("sdpa", "eager")  # they run unchanged, because their masks and scores take memory
+COUNTED = "counted_attention"  # transformers treats names with "flash" or "sdpa" specially
 EVERYTHING = frozenset({"softcap", "sinks", "dropout"})
 
 
@@ -47,8 +47,8 @@ class Setup:
     """The settings and choices that determine a run's memory and speed.
 
     settings: parsed settings, in which LoRA's targets have their full module names. parameters:
-    number of all parameters and number of trained parameters. compiled: whether compilation was
-    chosen; see `compiles`. elsewhere: whether the run trains on another machine.
+    (number of all parameters, number of trained parameters). compiled: whether compilation was
+    chosen (see `compiles`). elsewhere: whether the run trains on another machine.
     """
 
     settings: RunSettings
@@ -67,7 +67,7 @@ class Setup:
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks, where ranks that share sequences count as one."""
+        """The number of ranks. Ranks that share sequences count as one."""
         return self.launch.world_size // self.settings.run.context_parallel
 
     @property
@@ -77,7 +77,7 @@ class Setup:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The type of mixed precision; None if there is no mixed precision."""
+        """The type of mixed precision. None means no mixed precision."""
         return COMPUTED.get(self.settings.training.mixed_precision)
 
     @property
@@ -96,7 +96,7 @@ class Setup:
 
     @property
     def quantized(self) -> Quantized | None:
-        """The layers with weights in 4 bits; None without load_in_4bit."""
+        """The layers with weights in 4 bits. None means that load_in_4bit is false."""
         return quantized_layers(self.settings.model, self.config)
 
 
@@ -104,10 +104,11 @@ class Setup:
 class Stretch:
     """The memory of a part of a training step, such as the forward pass of a layer.
 
-    Live bytes are those of tensors that something still refers to. change: {name of a part: growth,
-    during this part, of the live bytes that the named part allocated}. peak: the largest growth of
-    all live bytes since this part began. gradients: bytes of the layer's gradients, which are live
-    when its backward pass ends.
+    Tensors are live until their last reference is gone. change: {name of a part: growth of live
+    bytes during this part}. A tensor counts for the part that allocated it, so the growth is
+    negative if this part frees tensors of an earlier part. peak: the largest growth of all live
+    bytes since this part began. gradients: bytes of a layer's gradients, in the part of the layer's
+    backward pass.
     """
 
     name: str
@@ -117,17 +118,17 @@ class Stretch:
 
     @property
     def live(self) -> int:
-        """The growth of the live bytes from the begin of this part to its end."""
+        """The growth of all live bytes from the beginning to the end of this part."""
         return self.change.total()
 
 
 def trace(setup: Setup, choice: str, micro_batch: int) -> tuple[list[Stretch], int, str]:
-    """Count the memory of a step with the activation checkpointing `choice`, on fake tensors.
+    """Count the memory of a step on fake tensors. Returns (parts, gathered bytes, warning).
 
-    Returns first the parts of the step in order. The second result is the bytes of sharded weights
-    that a rank gathers at a time: those of two layers, and all weights outside the layers. The
-    third is a warning if compiled layers are counted as not compiled, else "". Raises one of
-    MISFITS if the model cannot run on fake tensors.
+    choice: the mode of activation checkpointing. The gathered bytes are the sharded weights that a
+    rank holds at the same time: two layers, and all weights outside the layers. The warning is ""
+    unless compiled layers are counted as not compiled. Raises one of MISFITS if the model cannot
+    run on fake tensors.
     """
     fault = ""
     # With recomputation, torch.utils.checkpoint decides which tensors are kept, not the compiler.
@@ -149,8 +150,8 @@ def _trace(setup: Setup, choice: str, micro_batch: int, *, cut: bool) -> tuple[l
     inside = {inner for layer in marked for inner in layer.modules() if inner is not layer}
     layers = [layer for layer in marked if layer not in inside]
     kinds = layer_kinds(layers)
-    # Experts use transformers' fallback for torch's grouped product: it accepts fake tensors of any
-    # type, and its results have the same sizes. (A Mock would keep its arguments alive.)
+    # Experts use transformers' fallback for torch's grouped product. It accepts fake tensors of any
+    # type, and its results have the same sizes. A Mock would keep its arguments alive.
     by_shape = mock.patch.object(moe, "_can_use_grouped_mm", _zero)
     head = mock.patch.object(ChunkedHead, "chunk", _zero)  # count only the buffers of the loss head
     # A CPU build of torch has no fake GPU tensors: use fake CPU tensors with the GPU's sizes.
@@ -207,7 +208,7 @@ def _put_on_device(model: nn.Module) -> None:
 
 
 def _as_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Return the attention of torch's flash operator, which keeps no scores for backward."""
+    """Attend with torch's flash operator, which stores no scores for the backward pass."""
     query, key, value = (states.transpose(0, 1)[None] for states in (query, key, value))
     output = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
     return output[0, ..., : value.shape[-1]].transpose(0, 1)
@@ -218,8 +219,8 @@ def cut_as_compiled(layer: nn.Module, **fixed: Any) -> None:
 
     torch's compiler traces forward and backward pass as one graph. It then cuts the graph where the
     fewest bytes pass from forward to backward. The first call of the layer makes this cut without
-    compilation. Later calls must have tensors of the same shapes. fixed: arguments of the layer
-    that torch cannot trace, because they are neither tensors nor numbers.
+    compilation. Later calls must have tensors of the same shapes. fixed: keyword
+    arguments that torch cannot trace, because they are neither tensors nor numbers.
     """
     # These imports take seconds. A run that compiles needs them anyway.
     from torch._functorch.aot_autograd import aot_function
@@ -246,7 +247,7 @@ def cut_as_compiled(layer: nn.Module, **fixed: Any) -> None:
 def _go_through(
     model: nn.Module, layers: Sequence[nn.Module], setup: Setup, micro_batch: int
 ) -> list[Stretch]:
-    """Run a step in which one layer of each kind runs; return the memory of the step's parts."""
+    """Run a step with one layer of each kind. Return the parts of the step in order."""
     inputs = fake_batch(setup, micro_batch)
     live = LiveBytes([*model.parameters(), *model.buffers()])
     call = _first_of_each_kind(layers, live)
@@ -285,13 +286,13 @@ def fake_batch(setup: Setup, micro_batch: int) -> dict[str, Any]:
 
 
 def _context(setup: Setup) -> dict[str, ContextGroup]:
-    """Return {"context": a group that exchanges nothing}, or {} if ranks share no sequences."""
+    """Return {"context": a group without communication}, or {} if ranks share no sequences."""
     size = setup.settings.run.context_parallel
     return {"context": ContextGroup(size, rank=0)} if size > 1 else {}
 
 
 class LiveBytes(TorchDispatchMode):
-    """A torch mode that counts a tensor's bytes as long as anything refers to the tensor.
+    """A torch mode that counts the bytes of each tensor until its last reference is gone.
 
     Tensors in `known` and their views are not counted.
     """
@@ -303,7 +304,7 @@ class LiveBytes(TorchDispatchMode):
         self._makers: dict[int, tuple[str, int]] = {}
 
     def begin(self, name: str, gradients: int = 0) -> None:
-        """Start a new part of the step. gradients: bytes of the layer's gradients (see Stretch)."""
+        """Start a new part of the step. See Stretch for `gradients`."""
         self.stretches.append(Stretch(name, gradients))
 
     def __torch_dispatch__(
@@ -341,9 +342,9 @@ def layer_kinds(layers: Sequence[nn.Module]) -> list[int]:
 
 
 def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Callable[..., Any]:
-    """Return a function to call in place of the layers. It runs the first layer of each kind.
+    """Return a replacement for the layers' __call__ that runs only the first layer of each kind.
 
-    For any other layer, the function returns the layer's input.
+    For any other layer, it returns the layer's input as the hidden states.
     """
     numbers, kinds = {layer: number for number, layer in enumerate(layers)}, layer_kinds(layers)
     outputs: dict[int, Any] = {}  # what layers return besides the hidden states
@@ -379,7 +380,7 @@ def _all_layers(stretches: Sequence[Stretch], kinds: Sequence[int]) -> list[Stre
     """Return the parts of a step in which all layers run.
 
     stretches: the parts of a step in which one layer of each kind ran. Each layer gets the parts of
-    the first layer of its kind. When autocast ends, its copies of all layers' weights are freed.
+    the first layer of its kind. At its end, autocast frees its copies of all layers' weights.
     """
     of_first = {stretch.name: stretch for stretch in stretches}
     passes = {FORWARD: kinds, BACKWARD: kinds[::-1]}

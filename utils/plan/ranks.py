@@ -1,9 +1,8 @@
 """The groups, weights and first sequences of three ranks of a launch over several nodes.
 
-A dry run shows them in its one process.
-
-torch's fake process group answers each collective at once and moves nothing, so one CPU process
-can be any rank. Weights are on the meta device: only shapes, bytes and groups are real.
+A dry run reports them from a single process on a CPU. torch's fake process group lets this process
+act as any rank. Its collectives return at once and move no data. Weights are on the meta device:
+only shapes, bytes and groups are real.
 """
 
 import copy
@@ -32,23 +31,23 @@ from utils.plan.memory_estimate import GIB
 from utils.plan.memory_trace import Setup, layer_kinds
 
 STRATEGIES = ("ddp", "fsdp2")
-# A rank may hold this many times an even share of the weights before the dry run warns.
+# The dry run warns if a rank holds more than this many times an even share of the weights.
 UNEVEN = 1.02
 SHARD, REPLICATE = "dp_shard", "dp_replicate"  # accelerate's names of the mesh's dimensions
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A model on the meta device, in which only the first of several equal layers is kept.
+    """A model on the meta device that has only the first of several equal layers.
 
-    layers: {name of a kept layer: number of layers that are equal to it, itself included}.
+    layers: {name of a layer in `model`: number of equal layers in the full model}.
     """
 
     model: nn.Module
     layers: Mapping[str, int]
 
     def weight_bytes(self, mesh: DeviceMesh | None = None) -> int:
-        """Return the bytes of this rank's shards of the weights; of all weights without `mesh`."""
+        """Return the bytes of this rank's shards of the weights. No `mesh` means all weights."""
         model = copy.deepcopy(self.model)
         layers = {name: model.get_submodule(name) for name in self.layers}
         if mesh is not None and SHARD in (mesh.mesh_dim_names or ()):
@@ -63,7 +62,7 @@ def report_ranks(
 ) -> None:
     """Add lines on the first, the middle and the last rank to `report`.
 
-    Adds a warning if a rank has much more than its share of the weights. Does nothing on a single
+    Adds a warning if a rank has much more than an even share of the weights. Does nothing on one
     node, with DeepSpeed, or with weights in 4 bits. Raises ConfigurationError if torch cannot build
     the mesh or the shards.
     """
@@ -103,7 +102,7 @@ def _shown(ranks: Sequence[int]) -> str:
 def lay_out(
     setup: Setup, model: Outline, sampler: GlobalBatchSampler, rank: int
 ) -> tuple[int, str]:
-    """Return the bytes of a rank's weights, and a line on its groups and its first sequences.
+    """Return the bytes of a rank's weights, and a log line on its groups and first sequences.
 
     With context parallelism, consecutive ranks form a group and have the same sequences.
     """
@@ -127,7 +126,7 @@ def lay_out(
 
 @contextmanager
 def fake_group(rank: int, world_size: int) -> Iterator[None]:
-    """Open a process group for the with block. This process is `rank`, and nothing is sent."""
+    """Open a process group in which this process acts as `rank`. Collectives move no data."""
     # Importing this module registers torch's backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -143,8 +142,8 @@ def fake_group(rank: int, world_size: int) -> Iterator[None]:
 def data_parallel_mesh(launch: LaunchFacts) -> DeviceMesh:
     """Return accelerate's mesh of ranks for DDP, FSDP2 or HSDP.
 
-    Its dimensions are copies of the states and shards of a copy. Context parallelism adds no
-    dimension, because its groups are inside the groups of shards.
+    The dimensions are dp_replicate (copies of the states) and dp_shard (shards of a copy). Context
+    parallelism adds no dimension, because its groups are inside the groups of shards.
     """
     copies = launch.replicas if launch.strategy == "fsdp2" else launch.world_size
     sizes = ParallelismConfig(
@@ -158,7 +157,7 @@ def data_parallel_mesh(launch: LaunchFacts) -> DeviceMesh:
 def group_of(mesh: DeviceMesh, dimension: str) -> tuple[int, ...]:
     """Return the ranks of this rank's group in a dimension of the mesh.
 
-    If the mesh lacks the dimension, this is only the rank itself.
+    If the mesh lacks the dimension, return only this rank.
     """
     if dimension not in (mesh.mesh_dim_names or ()):
         return (dist.get_rank(),)
@@ -166,7 +165,7 @@ def group_of(mesh: DeviceMesh, dimension: str) -> tuple[int, ...]:
 
 
 def outline(setup: Setup) -> Outline:
-    """Return the run's model with one layer of each kind, because sharding all takes a minute."""
+    """Return the run's model with one layer of each kind. Sharding all layers takes a minute."""
     with torch.device("meta"):
         model_class: Any = causal_lm_class(setup.config)
         model = with_adapters(model_class(setup.config).to(setup.dtype), setup.settings.model)
@@ -181,7 +180,7 @@ def outline(setup: Setup) -> Outline:
 
 
 def own_bytes(module: nn.Module) -> int:
-    """Return the bytes of a module's weights on this rank: for sharded weights, its shards."""
+    """Return the bytes of a module's weights on this rank, which may be shards."""
     weights: Iterator[Any] = module.parameters()
     parts = (each.to_local() if isinstance(each, DTensor) else each for each in weights)
     return sum(part.nbytes for part in parts)

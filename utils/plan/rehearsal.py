@@ -1,7 +1,7 @@
 """A rehearsal of one training step with tiny weights, before any real weights are loaded.
 
-Dry runs and real starts try the optimizer, schedule, recomputation and trackers here. If a library
-raises an error, a ConfigurationError names the setting.
+Dry runs and real starts try the optimizer, schedule, recomputation and trackers here. An error of a
+library becomes a ConfigurationError that names the setting.
 """
 
 import math
@@ -58,9 +58,9 @@ def rehearse(
     """Build the optimizer, schedule and trackers, and take one step on tiny weights.
 
     Adds lines on the schedule and on settings without effect to `report`. Raises ConfigurationError
-    with the libraries' errors. `own_optimizer`: the run uses LowPrecisionAdamW, so Trainer's
-    optimizer is not checked. `device`: the device that trains; None on a login node, where no step
-    is taken.
+    with the libraries' errors. own_optimizer: whether the run uses LowPrecisionAdamW. Then
+    Trainer's optimizer is not checked. device: the device that trains. None means a login node,
+    where no step is taken.
     """
     values, args = settings.values, settings.training
     problems: list[str] = []
@@ -97,7 +97,7 @@ def rehearse(
 def _tiny_model(
     config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | None
 ) -> PreTrainedModel:
-    """Return the model with weights of ones: matrices of at most 64 x 64, one expert per layer."""
+    """Return the model with weights of ones: at most 64 x 64 in size, one expert per layer."""
     model = without_weights(config)
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
@@ -109,9 +109,10 @@ def _tiny_model(
 
 @contextmanager
 def _judged(values: SettingValues, names: str, problems: list[str]) -> Iterator[None]:
-    """Add an exception of the with block to `problems`, as a line with the settings `names`.
+    """Catch an exception of the with block and add its text to `problems`.
 
-    names: names of settings with spaces between them.
+    names: names of settings, separated by spaces. The text begins with the first of these settings
+    and with the others that the user changed.
     """
     try:
         yield
@@ -126,7 +127,7 @@ def _judged(values: SettingValues, names: str, problems: list[str]) -> Iterator[
 
 
 def _try_recomputation(args: TrainingArguments) -> None:
-    """Try activation_checkpointing_kwargs on a small product. Raises for wrong keys or values."""
+    """Call torch's `checkpoint` with the user's options. Wrong keys or values raise an error."""
     given: Any = args.activation_checkpointing_kwargs  # TrainingArguments made it a mapping
     keywords: dict[str, Any] = dict(given or {})
     every = keywords.pop("every_n_layers", 1)
@@ -145,17 +146,17 @@ def _check_options(
 ) -> None:
     """Raise ValueError for a key of optim_args that does not change the optimizer's options.
 
-    given: optim_args as a dict. built: the options of the optimizer that Trainer built.
+    given: optim_args as a dict. built: the default options of the optimizer that Trainer built.
     """
     pairs = [f"{key}={value}" for key, value in given.items()]
     for pair, (key, value) in zip(pairs, given.items(), strict=True):
         if key != "weight_decay" and str(built.get(key)).lower() == value.lower():
             continue  # repeats an option of the built optimizer, as relative_step=false may
         without = [each for each in pairs if each != pair]
-        other = [f"{key}=x" if each == pair else each for each in pairs]  # the value may be default
+        other = [f"{key}=x" if each == pair else each for each in pairs]  # `value` may be default
         texts = map(",".join, (pairs, without, other))
         options = {_options(with_values(args, optim_args=text), model) for text in texts}
-        # Trainer sets weight_decay on each group of weights. That overrules optim_args.
+        # Trainer sets weight_decay on each group of weights, which overrides optim_args.
         if len(options) == 1 or key == "weight_decay":
             raise ValueError(
                 f"{key} has no effect in optim_args: leave it out (learning_rate, weight_decay, "
@@ -181,7 +182,7 @@ def _options(args: TrainingArguments, model: PreTrainedModel) -> str:
 
 
 def optimizer_pairs(text: str | None) -> dict[str, str]:
-    """Return {key: value} of `KEY=VALUE,KEY=VALUE`. Raises ValueError for another form."""
+    """Parse `KEY=VALUE,KEY=VALUE` into a dict. Raises ValueError for another form."""
     pairs: dict[str, str] = {}
     for pair in text.replace(" ", "").split(",") if text else ():
         key, _, value = pair.partition("=")
@@ -195,7 +196,7 @@ def optimizer_pairs(text: str | None) -> dict[str, str]:
 
 
 def muon_options(text: str | None) -> dict[str, Any]:
-    """Return {momentum, ns_steps} of Muon's optim_args, with defaults. Raises ValueError."""
+    """Return Muon's options momentum and ns_steps. Raises ValueError for wrong optim_args."""
     given = {"momentum": "0.95", "ns_steps": "5"} | optimizer_pairs(text)
     with suppress(ValueError):
         momentum, iterations = float(given.pop("momentum")), int(given.pop("ns_steps"))
@@ -210,7 +211,7 @@ def muon_options(text: str | None) -> dict[str, Any]:
 def _try_schedule(
     trainer: _Rehearsal, settings: RunSettings, total_steps: int, report: Report
 ) -> None:
-    """Compute learning rates over the whole run, and add the schedule's line to `report`.
+    """Compute learning rates over the whole run, and add a line on the schedule to `report`.
 
     Adds a warning if the highest rate is below the setting learning_rate. Raises ValueError if a
     rate is negative or not finite.
@@ -241,8 +242,8 @@ def _try_schedule(
 def schedule_line(args: TrainingArguments, scheduler: Any, total_steps: int) -> str:
     """Return the log line on the schedule and the optimizer of a run of `total_steps` steps.
 
-    It has the learning rate of the last step, which is not the schedule's lowest rate if the run
-    ends before the schedule.
+    The line has the learning rate of the last step. This is not the schedule's lowest rate if the
+    run ends earlier than the schedule.
     """
     kind, given = str(SchedulerType(args.lr_scheduler_type).value), args.lr_scheduler_kwargs
     options, parts = dict(given) if isinstance(given, dict) else {}, list[str]()

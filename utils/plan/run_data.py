@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Settings that follow from data and model if they are null, and settings that go with them.
+# Settings that are derived from data and model if they are null. A resumed run keeps their values.
 SIZES = ["sequence_length", "on_overlong", "global_batch_size", "per_device_train_batch_size"]
 # Limits of derived sizes. The recipes for chats have 64 sequences of 4,096 tokens a step.
 LEAST_LENGTH, MOST_LENGTH, MOST_TOKENS_AT_ONCE = 1024, 4096, 8192
@@ -61,13 +61,13 @@ FEW_STEPS = 50  # too few to learn from
 
 @dataclass(frozen=True)
 class RunData:
-    """The datasets of a run, the digest of its tokenizer, and prompts that evaluations complete."""
+    """The datasets of a run, the tokenizer's digest, and prompts for sample completions."""
 
     train: PackedDataset
     evaluation: dict[str, PackedDataset]
     tokenizer_sha256: str
-    new_tokens: Sequence[int]  # ids without a row in the weights
-    prompts: "Sequence[Prompt]"  # evaluations log the model's completions of these
+    new_tokens: Sequence[int]  # ids for which the pretrained weights have no row
+    prompts: "Sequence[Prompt]"  # evaluations log the model's completions
 
     def fingerprints(self) -> dict[str, list[str]]:
         """Return {split: content fingerprints of its datasets}, for provenance.json."""
@@ -79,7 +79,7 @@ class RunData:
 
 
 def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in the settings, or else that of the training data, or else the model's.
+    """Load the tokenizer of the settings, else of the training data, else of the model.
 
     Raises ConfigurationError if no tokenizer is found, or if it does not fit the model.
     """
@@ -109,8 +109,8 @@ def choose_sizes(
 ) -> RunSettings:
     """Return the settings with derived values for a missing sequence_length or global_batch_size.
 
-    Derived values are logged. A resumed run keeps its first values, even if the number of ranks or
-    the micro-batch changed. Raises ConfigurationError if the training data cannot be opened.
+    Derived values are logged. A resumed run keeps the values of its first start, even if the number
+    of ranks or the micro-batch changed. Raises ConfigurationError if training data cannot be read.
     """
     if not _open_sizes(settings, ("sequence_length", "global_batch_size")):
         return settings
@@ -124,13 +124,13 @@ def choose_sizes(
 
 
 def _open_sizes(settings: RunSettings, names: Sequence[str]) -> list[str]:
-    """Return those of `names` that the user did not give or set to null."""
+    """Return the settings among `names` that the user left out or set to null."""
     values = settings.values
     return [name for name in names if not values.rank(name) or values[name] is None]
 
 
 def _sizes_of_the_run(settings: RunSettings) -> dict[str, tuple[Any, str]]:
-    """Return {setting: (value, reason)} from the run to resume, for sizes that are not given."""
+    """Return {setting: (value, reason)} of the run to resume, for sizes that are not given."""
     record, values = resumed_record(settings), settings.values
     before = settings_in_force(record.directory, record.starts) if record.starts else {}
     why = f"as the run in {record.directory} began"
@@ -146,7 +146,7 @@ def _sizes_of_the_run(settings: RunSettings) -> dict[str, tuple[Any, str]]:
 def _derived_sizes(
     settings: RunSettings, config: PreTrainedConfig, ranks: int
 ) -> dict[str, tuple[Any, str]]:
-    """Return {setting: (value, reason)} of the length and batch sizes that are not given."""
+    """Derive the length and batch sizes that are not given. Returns {setting: (value, reason)}."""
     data, found = settings.data, dict[str, tuple[Any, str]]()
     given, fine_tuning = settings.values.given.keys(), settings.script == "sft_train.py"
     train = [_open(settings, name, "train", ()).lengths for name in train_sources(data.train_data)]
@@ -191,8 +191,8 @@ def _derived_sizes(
 def batch_for(rows: int, ranks: int) -> int:
     """Return a global batch size for data of `rows` sequences.
 
-    It is the largest power of two with which an epoch has 200 steps or more (EPOCH_STEPS), at most
-    64 (MOST_SEQUENCES). It is then rounded up to a multiple of `ranks`.
+    The size is the largest power of two with which an epoch has at least 200 steps (EPOCH_STEPS).
+    It is at most 64 (MOST_SEQUENCES), and then rounded up to a multiple of `ranks`.
     """
     size = min(MOST_SEQUENCES, max(rows // EPOCH_STEPS, 1))
     size = 1 << (size.bit_length() - 1)
@@ -200,7 +200,7 @@ def batch_for(rows: int, ranks: int) -> int:
 
 
 def more_steps(rows: int, global_batch_size: int, ranks: int) -> str:
-    """Return flags, as text, that give a run on `rows` sequences 50 steps or more (FEW_STEPS)."""
+    """Return flags with which a run on `rows` sequences has at least 50 steps (FEW_STEPS)."""
     size = min(batch_for(rows, ranks), global_batch_size)
     flags = f"--num_train_epochs {math.ceil(FEW_STEPS * size / rows)}"
     return flags if size == global_batch_size else f"--global_batch_size {size} {flags}"
@@ -213,10 +213,10 @@ def load_run_data(
     *,
     fine_tuning: bool,
 ) -> RunData:
-    """Return all splits, opened, checked and packed. Raises ConfigurationError with all problems.
+    """Open, check and pack all splits. Raises ConfigurationError with all problems.
 
-    In fine-tuning each document needs a token with a loss, and the setting `on_overlong` decides
-    what happens to long documents. Pretraining splits long documents.
+    In fine-tuning, each document needs a token that is trained on, and the setting `on_overlong`
+    decides what happens to long documents. Pretraining splits long documents.
     """
     data = settings.data
     sources, splits = train_sources(data.train_data), eval_splits(data.eval_data)
@@ -246,7 +246,7 @@ def load_run_data(
         elif fine_tuning and tokenizer.chat_template and is_plain:
             told = "has plain text: all of it is trained on, without the model's chat template"
             logger.warning("%s: %s %s", name, dataset.path, told)
-    # Any token of the model can pad: no document sees the padding, and it is not trained on.
+    # Any token of the model can be padding: no document attends to it, and it has no loss.
     tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     padding = next((token for token in tokens if token is not None and token < vocabulary), 0)
     first = len(sources)
@@ -277,7 +277,7 @@ def pack(dataset: TokenDataset, data: DataArguments, *, fine_tuning: bool) -> Pa
 
 
 def sample_order(train: PackedDataset, data: DataArguments, seed: int) -> SampleOrder:
-    """Return the order of the training sequences by `order`, `seed` and the sources' weights."""
+    """Return the order of the training sequences in the run."""
     weights = [weight for weight in train_sources(data.train_data).values() if weight is not None]
     return SampleOrder(train.per_source, seed, weights or None, data.order == "shuffled")
 
@@ -288,7 +288,7 @@ def _prompts(
     config: PreTrainedConfig,
     examples: Sequence[TokenDataset],
 ) -> "Sequence[Prompt]":
-    """Load `sample_prompts`. Raises ConfigurationError if a prompt leaves no room to complete it.
+    """Load `sample_prompts`. Raises ConfigurationError if a prompt is too long to be completed.
 
     Prompts are chats if a dataset in `examples` has a chat template or names no tokenizer.
     """
@@ -328,7 +328,8 @@ def _tokenizer_problems(
 def _open(settings: RunSettings, path: str, split: str, known: Collection[str]) -> TokenDataset:
     """Open a dataset. If the directory has several splits, open the split named `split`.
 
-    Rank 0 opens it first and counts its tokens. known: fingerprints that a resumed run recorded.
+    All ranks must call this. Rank 0 opens the dataset first, so that only rank 0 counts tokens.
+    known: fingerprints that a resumed run recorded, to open the same version of its data.
     """
     opened, staged = list[TokenDataset](), settings.staged.get((path, split))
     on_rank_0(lambda: opened.append(open_token_dataset(path, split, known, staged)))
@@ -338,10 +339,10 @@ def _open(settings: RunSettings, path: str, split: str, known: Collection[str]) 
 def plan_steps(
     settings: RunSettings, data: RunData, launch: LaunchFacts, report: Report
 ) -> GlobalBatchSampler:
-    """Return the sampler of each step's sequences; add lines on the batch and steps to `report`.
+    """Return the sampler of the global batches. Add lines on batch and steps to `report`.
 
     Raises ConfigurationError if the global batch does not divide into micro-batches of all ranks,
-    if the data is smaller than one global batch, or if profile_steps come after the last step.
+    if the data is smaller than one global batch, or if profile_steps are later than the last step.
     """
     run, training, length = settings.run, settings.training, settings.data.sequence_length
     micro_batch, context_parallel = training.per_device_train_batch_size, run.context_parallel
@@ -368,7 +369,7 @@ def plan_steps(
     elif training.max_steps > 0:
         total_steps = training.max_steps
     else:
-        # The last global batch is full: its missing sequences come from one more epoch.
+        # The last global batch is full: sequences of one more epoch fill it up.
         total_steps = steps_for(training.num_train_epochs * rows, sizes)
     order = sample_order(data.train, settings.data, training.seed)
     sampler = GlobalBatchSampler(order, sizes, micro_batch, rank, ranks, total_steps)

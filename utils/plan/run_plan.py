@@ -65,7 +65,7 @@ class OptimizerStates:
 class RunPlan:
     """The plan of a run: the sequences of each step, the kernels, and the memory per device.
 
-    to_longest: micro-batches are padded to their longest document. report: the plan's log lines.
+    to_longest: whether micro-batches are padded to their longest document. report: log lines.
     """
 
     settings: RunSettings
@@ -87,12 +87,12 @@ class RunPlan:
 
     @property
     def scheduled_saves(self) -> int:
-        """The number of checkpoints at regular intervals; 0 without such checkpoints."""
+        """The number of checkpoints that the run saves at regular intervals."""
         every = save_interval(self.settings.training, self.total_steps)
         return math.ceil(self.total_steps / every) if every else 0
 
     def training_arguments(self, run_id: str) -> TrainingArguments:
-        """Return a copy of the TrainingArguments that has the values of this plan."""
+        """Return a copy of the TrainingArguments with the values of this plan."""
         training = self.settings.training
         checkpointing = self.memory.choice != "none"  # Trainer only knows a boolean
         return with_values(
@@ -117,7 +117,7 @@ class RunPlan:
 
 
 def tracker_name(settings: RunSettings, run_id: str) -> str | None:
-    """Return the run's name for trackers, without secrets; None if the tracker chooses a name."""
+    """Return the run's name for trackers, without secrets. None means that the tracker chooses."""
     if settings.training.run_name:
         return redact(settings.training.run_name)
     if {"mlflow", "trackio"}.isdisjoint(settings.training.report_to or ()):
@@ -127,7 +127,7 @@ def tracker_name(settings: RunSettings, run_id: str) -> str | None:
 
 
 def log_plan(plan: RunPlan) -> None:
-    """Log the lines of the plan: first the batch arithmetic, then the choices in their order."""
+    """Log the lines of the plan."""
     for level, text in plan.report:
         logger.log(level, "%s", text)
 
@@ -135,13 +135,13 @@ def log_plan(plan: RunPlan) -> None:
 def plan_run(
     settings: RunSettings, data: RunData, config: PreTrainedConfig, launch: LaunchFacts
 ) -> RunPlan:
-    """Return the plan. A ConfigurationError gets the log lines so far in its field `report`."""
+    """Make the plan. If a ConfigurationError is raised, its `report` has the log lines so far."""
     run, elsewhere = settings.run, on_a_login_node(settings, launch)
-    device = None if elsewhere else settings.training.device  # runs tests with small models
+    device = None if elsewhere else settings.training.device  # for tests with small models
     with Report() as report:
         sampler = plan_steps(settings, data, launch, report)
         for entry in settings.own_code.callbacks:
-            callback_class(entry)  # raises for a faulty one
+            callback_class(entry)  # raises an error for faulty code
         check_quantization(settings, config, launch.strategy)
         states = choose_optimizer_states(settings, config, launch)
         report.say(f"precision: {precision_line(settings, config, states, launch.device)}")
@@ -195,7 +195,7 @@ def plan_run(
 
 
 def choose_data_workers(settings: RunSettings, launch: LaunchFacts, report: Report) -> int:
-    """Return the number of data workers: dataloader_num_workers, or a default from 0 to 2."""
+    """Return the number of data workers: dataloader_num_workers, or a default of at most 2."""
     given = settings.values["dataloader_num_workers"]
     if given is not None or launch.device == "cpu" or settings.run.dry_run:
         return given or 0  # on a CPU the workers would take cores from the training
@@ -266,7 +266,7 @@ def precision_line(
 
 
 def save_interval(training: TrainingArguments, total_steps: int) -> int | None:
-    """Return the number of steps between two regular checkpoints; None if there are none."""
+    """Return the steps between two regular checkpoints. None means no regular checkpoints."""
     if training.save_strategy == "epoch":
         return math.ceil(total_steps / max(1, math.ceil(training.num_train_epochs)))
     steps = training.save_steps
@@ -284,7 +284,7 @@ def report_run(
 ) -> None:
     """Add a dry run's lines on processes, saves and run directory to `report`.
 
-    utils/submit/check.py reports the job. Raises ConfigurationError for a GPU strategy on a CPU.
+    Raises ConfigurationError for a GPU strategy on a CPU. utils/submit/check.py reports the job.
     """
     training, output_dir = settings.training, settings.output_dir
     # `values` has the user's use_cpu. A dry run without a GPU changes use_cpu in `training`.
@@ -306,7 +306,7 @@ def report_run(
             f"{readable(checkpoint_bytes)} each: {readable(most * checkpoint_bytes)}, plus final/"
         )
     else:
-        # A stop still saves; refusing would forbid short runs that nobody needs to resume.
+        # Do not refuse this: a stop still saves, and short runs need no other checkpoint.
         report.warn("save_strategy no: only a stop is saved, a crash loses everything")
     state = "resumes" if (output_dir / "config.yaml").exists() else "new"
     report.say(f"run directory: {output_dir} ({state})")
@@ -326,7 +326,7 @@ def _attention(
     device: torch.device | None,
     report: Report,
 ) -> AttentionChoice:
-    """Return the attention that passes the checks of packed documents and of context_parallel."""
+    """Choose an attention that passes the checks of packed documents and context_parallel."""
     model, training = settings.model, settings.training
     whole_rows = all(
         plan.one_document_each
@@ -350,11 +350,11 @@ def _attention(
 
 
 def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: bool) -> str:
-    """Test on a login node's CPU whether packed documents stay apart; return the result as text.
+    """Test on a login node's CPU that packed documents do not attend to each other.
 
-    whole_rows: no sequence has more than one document. Raises ConfigurationError if documents see
-    each other, because the masks are the same on a GPU. For models that do not run on a CPU, and
-    for recurrent models that fail here, the text says that the run tests them when it starts.
+    Returns the result as text. whole_rows: whether each sequence has only one document. Raises
+    ConfigurationError if the test fails, because the masks are the same on a GPU. Recurrent models
+    that fail, and models that do not run on a CPU, are tested when the run starts.
     """
     asked = requested if requested in RUN_ANYWHERE else "auto"
     try:
@@ -374,7 +374,7 @@ def _loss_head(
     device: torch.device | None,
     report: Report,
 ) -> LossHeadChoice:
-    """Choose how to compute logits and loss; add log lines. device: None on a login node."""
+    """Choose how to compute logits and loss. device: None means a login node."""
     training = settings.training
     fine_tuning = isinstance(training, FineTuneConfig)
     given = training.router_aux_loss_coef if isinstance(training, FineTuneConfig) else None
