@@ -34,16 +34,16 @@ def check_context_parallel(
     size, length = settings.run.context_parallel, settings.data.sequence_length
     if size == 1:
         return
-    shown, problems = settings.values.shown("context_parallel"), list[str]()
+    setting, problems = settings.values.shown("context_parallel"), list[str]()
     if length % size:
         problems.append(f"{size} does not divide sequence_length {length}: use a multiple of it")
     problems += head_faults(config, size) or hindrances(config, attention, device or CPU)
     if problems:
-        raise ConfigurationError([f"{shown}: {problem}." for problem in problems])
+        raise ConfigurationError([f"{setting}: {problem}." for problem in problems])
     # Consecutive ranks form a group. Without a launcher all ranks are on this node.
     if int(settings.values.environment.get("LOCAL_WORLD_SIZE", size)) % size:
         report.warn(
-            f"{shown}: a group has ranks on several nodes, so every layer waits for the network: "
+            f"{setting}: a group has ranks on several nodes, so every layer waits for the network: "
             "a number that divides the GPUs of a node is faster"
         )
 
@@ -104,17 +104,19 @@ def head_faults(config: PreTrainedConfig, size: int) -> list[str]:
         fitting = [
             n
             for n in range(1, heads + 1)
-            if heads % n == 0 and all(own % n == 0 or n % own == 0 for own in keys)
+            if heads % n == 0 and all(count % n == 0 or n % count == 0 for count in keys)
         ]
         if size not in fitting:
-            own = f" and {min(keys)} key heads" if min(keys) < heads else ""
-            text = f"{heads} attention heads{own} do not divide over {size} ranks: take one of "
+            key_text = f" and {min(keys)} key heads" if min(keys) < heads else ""
+            text = (
+                f"{heads} attention heads{key_text} do not divide over {size} ranks: take one of "
+            )
             faults[text + ", ".join(map(str, fitting))] = None
     return list(faults)
 
 
 def _rope_types(text: Any) -> set[str]:
     """Return the rope types, such as "yarn", of all layers. text: the text configuration."""
-    given = getattr(text, "rope_parameters", None) or {}
-    each = [given, *(value for value in given.values() if isinstance(value, dict))]
-    return {one["rope_type"] for one in each if "rope_type" in one}
+    parameters = getattr(text, "rope_parameters", None) or {}
+    groups = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return {group["rope_type"] for group in groups if "rope_type" in group}

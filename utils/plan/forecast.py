@@ -25,16 +25,16 @@ from utils.plan.memory_estimate import GIB, estimate_memory
 from utils.plan.memory_plan import (
     CONTEXT,
     MARGIN,
+    MICRO_BATCH,
     REPLICAS,
     RESERVED,
-    ROWS,
     VARIABLE,
+    accompanying_settings,
     changed,
     context_sizes,
     planned_device,
     possible_checkpointing,
     remedies,
-    settings_beside,
 )
 from utils.plan.memory_trace import Setup
 
@@ -44,21 +44,21 @@ SHARES = {768: 0.3612, 1024: 0.4292, 2048: 0.4884, 4096: 0.5157}
 SOURCE = "shares of the peak as measured on an H200"
 # Not measured here: each of several GPUs reaches 0.68 (torchtitan, Llama 3.1 8B) to 0.87 (MosaicML,
 # MPT 7B) of a single GPU's share. tests/unit/plan/test_forecast.py has the published speeds.
-SEVERAL = (0.68, 0.87)
+MULTI_GPU = (0.68, 0.87)
 # Not measured: factors on the share for layers that are not compiled, for experts, and for float32
 # instead of bf16 (the peak of TF32 is half). SELECTIVE is a factor on the time. Selective
 # recomputation adds a third of the time of norms and activations (benchmarks/hardware/roofline.py).
-NOT_COMPILED, OF_EXPERTS, FLOAT32, SELECTIVE = 0.8, 0.5, 0.5, 1.04
+NOT_COMPILED, WITH_EXPERTS, FLOAT32, SELECTIVE = 0.8, 0.5, 0.5, 1.04
 # Not measured: the share of a link's speed that communication reaches, and the network's speed in
 # bytes per second (200 Gbit/s per GPU).
 LINK_SHARE, NETWORK = 0.8, 25e9
 HSDP = "hsdp"
-FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # strategies whose file has another name
+STRATEGY_FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # where the names differ
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-AS_FAST = 0.98  # a speed of at least this share of the fastest counts as equal
-LISTED = 4  # rows of the table
+EQUALLY_FAST = 0.98  # a speed of at least this share of the fastest counts as equal
+TABLE_ROWS = 4  # rows of the table
 # The GPU whose speed orders the candidates if the GPUs' speed is not known.
-USUAL = assumed_gpus("1xH100-80GB")
+DEFAULT_GPUS = assumed_gpus("1xH100-80GB")
 
 
 @dataclass(frozen=True)
@@ -103,23 +103,22 @@ class Planner:
         """
         text, products = self.setup.config.get_text_config(decoder=True), self.products
         head = text.vocab_size * text.hidden_size
-        unseen = products.scores(self.document_tokens) / 2
-        again = 2 * (products.forward - head) + 4 * unseen if recomputed == "full" else 0
-        return products.flops(self.document_tokens) - 12 * unseen + again
+        masked = products.scores(self.document_tokens) / 2
+        recomputation = 2 * (products.forward - head) + 4 * masked if recomputed == "full" else 0
+        return products.flops(self.document_tokens) - 12 * masked + recomputation
 
     def speeds(self, setup: Setup, recomputed: str) -> tuple[float, float]:
         """Return the lowest and the highest prediction of tokens/s. They are equal for one GPU."""
-        slow, fast = (self.tokens_per_s(setup, recomputed, part) for part in SEVERAL)
+        slow, fast = (self.tokens_per_s(setup, recomputed, part) for part in MULTI_GPU)
         return slow, fast
 
-    def tokens_per_s(self, setup: Setup, recomputed: str, several: float = SEVERAL[1]) -> float:
+    def tokens_per_s(self, setup: Setup, recomputed: str, multi_gpu: float = MULTI_GPU[1]) -> float:
         """Return tokens per second of all GPUs together, padding included.
 
-        several: the factor on each GPU's speed if the run has several GPUs. GPUs of unknown speed
-        count as H100s. Raises ConfigurationError if the global batch does not divide into
-        micro-batches.
+        multi_gpu: the factor on each GPU's speed if there are several. GPUs of unknown speed count
+        as H100s. Raises ConfigurationError if the global batch does not divide into micro-batches.
         """
-        gpus, known = self.gpus, self.gpus if self.gpus.flops else USUAL
+        gpus, known = self.gpus, self.gpus if self.gpus.flops else DEFAULT_GPUS
         assert known.flops is not None
         assert known.link is not None
         batch = setup.settings.run.global_batch_size
@@ -129,9 +128,9 @@ class Planner:
         width = setup.config.get_text_config(decoder=True).hidden_size
         share = float(np.interp(math.log(width), np.log([*SHARES]), [*SHARES.values()]))
         factors = (
-            (several, gpus.world_size > 1),
+            (multi_gpu, gpus.world_size > 1),
             (NOT_COMPILED, not setup.compiles),
-            (OF_EXPERTS, self.has_experts),
+            (WITH_EXPERTS, self.has_experts),
             (FLOAT32, setup.autocast is None),
             (1 / SELECTIVE, recomputed == "selective"),
         )
@@ -171,7 +170,7 @@ class Planner:
         ConfigurationError if the global batch does not divide into micro-batches.
         """
         size = size or self.setup.settings.run.context_parallel
-        changes: dict[str, Any] = {"strategy": strategy, ROWS: micro_batch, CONTEXT: size}
+        changes: dict[str, Any] = {"strategy": strategy, MICRO_BATCH: micro_batch, CONTEXT: size}
         if strategy == HSDP:
             copies = self.setup.launch.replicas
             changes |= {"strategy": "fsdp2", REPLICAS: copies if copies > 1 else self.gpus.nodes}
@@ -191,11 +190,11 @@ class Planner:
         Returns [] if nothing fits.
         """
         for size in (self.setup.settings.run.context_parallel, *context_sizes(self.setup)):
-            if fitting := list(self._candidates(size)):
+            if fitting := list(self._fitting_candidates(size)):
                 return fitting
         return []
 
-    def _candidates(self, size: int) -> Iterator[Candidate]:
+    def _fitting_candidates(self, size: int) -> Iterator[Candidate]:
         """Yield the settings that fit a GPU, those with less sharding first.
 
         DeepSpeed's strategies are tried only if the run uses DeepSpeed. size: the number of ranks
@@ -204,13 +203,13 @@ class Planner:
         launch, batch = self.setup.launch, self.setup.settings.divisible_batch
         zero = ("zero1", "zero2", "zero3") if launch.strategy.startswith("zero") else ()
         hybrid = (HSDP,) if self.gpus.nodes > 1 and self.gpus.per_node > 1 else ()
-        several = ("ddp", *zero, *hybrid, "fsdp2")
-        for strategy in several if launch.world_size > 1 else ("single",):
+        strategies = ("ddp", *zero, *hybrid, "fsdp2")
+        for strategy in strategies if launch.world_size > 1 else ("single",):
             for choice in possible_checkpointing(changed(self.setup, {"strategy": strategy})):
-                for rows in MICRO_BATCHES:
-                    if batch % (rows * launch.world_size // size):
+                for micro_batch in MICRO_BATCHES:
+                    if batch % (micro_batch * launch.world_size // size):
                         break
-                    found = self.candidate(strategy, rows, choice, size)
+                    found = self.candidate(strategy, micro_batch, choice, size)
                     if not found.counted or found.total_bytes > self.room:
                         break
                     yield found
@@ -245,9 +244,9 @@ def exchanged_bytes(setup: Setup, ranks: int) -> tuple[float, float]:
     if ranks == 1:
         return 0.0, 0.0
     weights, trained = (number * (ranks - 1) / ranks for number in setup.parameters)
-    by_ddp = 4 if setup.settings.run.ddp_comm_hook else 8
+    ddp_bytes = 4 if setup.settings.run.ddp_comm_hook else 8
     return {
-        "ddp": (0.0, by_ddp * trained), "zero1": (0.0, 4 * trained),
+        "ddp": (0.0, ddp_bytes * trained), "zero1": (0.0, 4 * trained),
         "zero2": (2 * trained, 2 * trained), "zero3": (4 * weights + 2 * trained, 0.0),
     }.get(setup.launch.strategy, (4 * weights + 4 * trained, 0.0))  # fmt: skip
 
@@ -263,10 +262,10 @@ def best_of(candidates: Sequence[Candidate]) -> Candidate:
     Among equally fast candidates, prefer less sharding, then larger micro-batches.
     """
     fastest = max(one.speeds[1] for one in candidates)
-    near = [one for one in candidates if one.speeds[1] >= AS_FAST * fastest]
+    near = [one for one in candidates if one.speeds[1] >= EQUALLY_FAST * fastest]
     # candidates() yields strategies with less sharding first.
-    simplest = [one for one in near if one.strategy == near[0].strategy]
-    return max(simplest, key=lambda one: one.micro_batch)
+    least_sharded = [one for one in near if one.strategy == near[0].strategy]
+    return max(least_sharded, key=lambda one: one.micro_batch)
 
 
 def make_planner(setup: Setup, document_tokens: float) -> Planner:
@@ -308,15 +307,15 @@ def suggest(planner: Planner, report: Report) -> None:
     if not fitting:
         report.warn(f"suggest: nothing fits {gpus}; {remedies(setup, most, planner.room)}")
         return
-    best, kept = best_of(fitting), setup.settings.run.global_batch_size
-    strategy = FILES.get(best.strategy, best.strategy)
-    beside = settings_beside(setup, {"strategy": strategy, ROWS: best.micro_batch})
+    best, batch = best_of(fitting), setup.settings.run.global_batch_size
+    strategy = STRATEGY_FILES.get(best.strategy, best.strategy)
+    others = accompanying_settings(setup, {"strategy": strategy, MICRO_BATCH: best.micro_batch})
     lines = [
-        f"suggest: the fastest that fits {gpus}, by forecast (global_batch_size {kept}):",
+        f"suggest: the fastest that fits {gpus}, by forecast (global_batch_size {batch}):",
         f"  strategy: {strategy}",
         f"  per_device_train_batch_size: {best.micro_batch}",
         *([f"  {CONTEXT}: {best.context_parallel}"] if best.context_parallel > 1 else []),
-        *(f"  {name}: {value}" for name, value in beside.items()),
+        *(f"  {name}: {value}" for name, value in others.items()),
         f"  activation_checkpointing: {best.recomputed}",
         "the best of each kind:",
         f"  {'strategy':<11} {'micro-batch':>11} {'recomputation':<13} {'GiB a GPU':>9} "
@@ -327,10 +326,10 @@ def suggest(planner: Planner, report: Report) -> None:
         one = best_of(fitting)
         kinds.setdefault((one.strategy, one.recomputed), one)
         fitting.remove(one)
-    for one in [*kinds.values()][:LISTED]:
+    for one in [*kinds.values()][:TABLE_ROWS]:
         speed = shown_speeds(one.speeds) if gpus.flops else "?"
         lines.append(
-            f"  {FILES.get(one.strategy, one.strategy):<11} {one.micro_batch:>11} "
+            f"  {STRATEGY_FILES.get(one.strategy, one.strategy):<11} {one.micro_batch:>11} "
             f"{one.recomputed:<13} {one.total_bytes / GIB:>9.1f} {speed:>22}"
         )
     report.say("\n".join(lines))

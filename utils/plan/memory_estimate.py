@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from utils.config.arguments import MUON, ModelArguments
 from utils.model.adapters import trained_bytes, trained_matrices, with_adapters
 from utils.model.architecture import MISFITS, causal_lm_class
-from utils.plan.memory_trace import Setup, Stretch, trace
+from utils.plan.memory_trace import Setup, StepPart, trace
 
 GIB = 2**30
 # Bytes per parameter of one of Adam's moments. int8 adds a float32 scale for every 256 values.
@@ -72,63 +72,64 @@ def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -
     accumulates = settings.run.global_batch_size > setup.micro_batch * setup.data_ranks
     ddp = launch.strategy == "ddp"
     # DDP keeps the gradients in its buckets from the first step on.
-    held = gradients if accumulates or ddp else 0
-    most, made = gradients, gradients  # while the optimizer steps
+    accumulated = gradients if accumulates or ddp else 0
+    peak = peak_gradients = gradients  # while the optimizer steps
     gathered_weights, counted, fault = 0, False, ""
     try:
-        stretches, gathered_weights, fault = trace(setup, choice, micro_batch or setup.micro_batch)
+        parts, gathered_weights, fault = trace(setup, choice, micro_batch or setup.micro_batch)
         # FSDP2 adds a layer's gradients over the ranks in float32 (utils/launch/processes.py).
-        sharded = launch.strategy == "fsdp2" and launch.world_size > 1
-        copied = 4 / setup.computed_dtype.itemsize if setup.autocast else 1.0
-        found = most_alive(
-            stretches, shards["gradients"], held=held, copied=copied if sharded else 0.0
-        )
-        most, made = max((most, made), found)
+        ratio = 0.0
+        if launch.strategy == "fsdp2" and launch.world_size > 1:
+            ratio = 4 / setup.computed_dtype.itemsize if setup.autocast else 1.0
+        found = step_peak(parts, shards["gradients"], accumulated=accumulated, buffer_ratio=ratio)
+        peak, peak_gradients = max((peak, peak_gradients), found)
         counted = True
     except MISFITS as error:
         fault = (
             f"memory: {type(setup.config).__name__} does not run without data "
             f"({type(error).__name__}: {error!s:.200}), so activations are not counted"
         )
-    activations = most - made
+    activations = peak - peak_gradients
     if shards["weights"] > 1:
         activations += gathered_weights
     if launch.device == "cuda" or setup.elsewhere:
         activations += WORKSPACE_BYTES
     if ddp and accumulates:
-        made += gradients  # DDP's buckets and the accumulated gradients
+        peak_gradients += gradients  # DDP's buckets and the accumulated gradients
     if quantized is not None:
         # At the peak one layer's weights are dequantized. Assume that it is the largest layer.
         activations += quantized.largest * dtype.itemsize
         weights -= quantized.bytes_saved(settings.model, dtype)
     weights, states = weights // shards["weights"], states // shards["optimizer"]
-    return MemoryEstimate(weights, made, states, activations, counted, fault)
+    return MemoryEstimate(weights, peak_gradients, states, activations, counted, fault)
 
 
-def most_alive(
-    stretches: list[Stretch], shards: int, *, held: int, copied: float = 0.0
+def step_peak(
+    parts: list[StepPart], shards: int, *, accumulated: int, buffer_ratio: float = 0.0
 ) -> tuple[int, int]:
     """Return the peak bytes of a step, and the bytes of gradients at this peak.
 
-    Weights and optimizer states are not in the peak. stretches: the parts of a step. shards: number
+    Weights and optimizer states are not in the peak. parts: the parts of a step. shards: number
     of ranks over which gradients are sharded. A rank keeps its shard of a layer's gradients after
-    the layer's backward pass. held: bytes of gradients from earlier micro-batches, to which the new
-    gradients are added. copied: bytes of the communication buffer per byte of a layer's gradients.
-    A layer's buffer lives until the next layer's buffer is allocated. The last buffer is for
-    weights outside the layers.
+    the layer's backward pass. accumulated: bytes of gradients from earlier micro-batches, to which
+    the new gradients are added. buffer_ratio: bytes of the communication buffer per byte of a
+    layer's gradients. A layer's buffer lives until the next layer's buffer is allocated. The last
+    buffer is for weights outside the layers.
     """
-    alive = most = made = of_most = held
+    live = peak = gradients = peak_gradients = accumulated
     buffer = 0
-    for stretch in stretches:
-        if alive + buffer + stretch.peak > most:
-            most, of_most = alive + buffer + stretch.peak, made
-        kept = 0 if held else stretch.gradients // shards
-        alive += stretch.live - stretch.gradients + kept
-        made += kept
-        if stretch.gradients:
-            buffer = int(stretch.gradients * copied)
-    at_end = alive + int(max(alive - made, 0) * copied)
-    return max((most, of_most), (at_end, made)) if copied else (most, of_most)
+    for part in parts:
+        if live + buffer + part.peak > peak:
+            peak, peak_gradients = live + buffer + part.peak, gradients
+        kept = 0 if accumulated else part.gradients // shards
+        live += part.live - part.gradients + kept
+        gradients += kept
+        if part.gradients:
+            buffer = int(part.gradients * buffer_ratio)
+    if not buffer_ratio:
+        return peak, peak_gradients
+    at_end = live + int(max(live - gradients, 0) * buffer_ratio)
+    return max((peak, peak_gradients), (at_end, gradients))
 
 
 def optimizer_bytes_per_parameter(optim_states: str | None, trained_size: float) -> float:
@@ -140,10 +141,10 @@ def optimizer_bytes_per_parameter(optim_states: str | None, trained_size: float)
     return 2 * (BYTES_A_STATE[optim_states] if optim_states else trained_size)
 
 
-def _optimizer_bytes(setup: Setup, own_bytes: int) -> int:
+def _optimizer_bytes(setup: Setup, weight_bytes: int) -> int:
     """Return the bytes of optimizer states and averaged weights (EMA), summed over all ranks.
 
-    Unknown optimizers count as AdamW. own_bytes: bytes of the trained weights.
+    Unknown optimizers count as AdamW. weight_bytes: bytes of the trained weights.
     """
     settings, count = setup.settings, setup.parameters[1]
     averages = 0 if settings.run.ema_decay is None else 4 * count
@@ -152,14 +153,14 @@ def _optimizer_bytes(setup: Setup, own_bytes: int) -> int:
     name = str(getattr(settings.training.optim, "value", settings.training.optim))
     if name in ("sgd", "adafactor", "lomo", "adalomo") or not count:
         return averages
-    adamw = optimizer_bytes_per_parameter(settings.run.optim_states, own_bytes / count)
-    kept = 2 if "8bit" in name else adamw
+    adamw = optimizer_bytes_per_parameter(settings.run.optim_states, weight_bytes / count)
+    two_states = 2 if "8bit" in name else adamw
     if name == MUON:  # one state instead of two for its matrices
-        matrices = trained_matrices(_on_meta(settings.model, setup.config))
+        matrices = trained_matrices(_build_on_meta(settings.model, setup.config))
         saved = sum(each.numel() for each in matrices) / 2
         return averages + round((count - saved) * adamw)
-    one = "lion" in name or name in ("adagrad", "rmsprop")
-    return averages + round(count * (kept / 2 if one else kept))
+    has_one_state = "lion" in name or name in ("adagrad", "rmsprop")
+    return averages + round(count * (two_states / 2 if has_one_state else two_states))
 
 
 def checkpoint_bytes(setup: Setup) -> int:
@@ -170,24 +171,24 @@ def checkpoint_bytes(setup: Setup) -> int:
     """
     model, dtype = setup.settings.model, setup.dtype
     parameters, trained = setup.parameters
-    own = trained_bytes(model, setup.config, dtype, trained)
-    kept = trained if model.use_peft else parameters
-    weights = own if model.use_peft else parameters * dtype.itemsize
+    trained_size = trained_bytes(model, setup.config, dtype, trained)
+    saved = trained if model.use_peft else parameters
+    weights = trained_size if model.use_peft else parameters * dtype.itemsize
     if setup.launch.strategy.startswith("zero"):
-        weights += kept * (dtype.itemsize if setup.autocast is None else 2)
+        weights += saved * (dtype.itemsize if setup.autocast is None else 2)
     if setup.settings.training.save_strategy == "no":  # final/ alone
         return weights
-    return weights + _optimizer_bytes(setup, own)
+    return weights + _optimizer_bytes(setup, trained_size)
 
 
 def count_parameters(model: ModelArguments, config: PreTrainedConfig) -> tuple[int, int]:
     """Return the number of parameters and the number of trained parameters. No weights load."""
-    built = _on_meta(model, config)
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in built.parameters()]
+    meta_model = _build_on_meta(model, config)
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in meta_model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
-def _on_meta(model: ModelArguments, config: PreTrainedConfig) -> torch.nn.Module:
+def _build_on_meta(model: ModelArguments, config: PreTrainedConfig) -> torch.nn.Module:
     with torch.device("meta"):
         # Call the class: AutoModel.from_config would split the weights over the ranks under ZeRO-3.
         return with_adapters(causal_lm_class(config)(config), model)

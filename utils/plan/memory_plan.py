@@ -37,10 +37,10 @@ MARGIN = {"cuda": 1.10, "cpu": 2.0}
 # A change that may make a run fit is {setting: value}. The key GPUS sets the number of GPUs.
 # The key REPLICAS sets the number of copies of sharded states. A change of strategy resets it to 1.
 GPUS, REPLICAS = "GPUs", "copies"
-ROWS, RECOMPUTED = "per_device_train_batch_size", "activation_checkpointing"
+MICRO_BATCH, CHECKPOINTING = "per_device_train_batch_size", "activation_checkpointing"
 CONTEXT = "context_parallel"
-SHOWN = 3
-SHORTEST = 256  # tokens
+MOST_REMEDIES = 3
+LEAST_LENGTH = 256  # tokens
 LORA = {"use_peft": True, "dtype": "bfloat16"}
 QLORA = LORA | {"load_in_4bit": True, "use_bnb_nested_quant": True}
 
@@ -98,7 +98,7 @@ def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
     uncounted = "; fp8 counts as bf16" if settings.model.fp8 else ""
     total = f"{predicted[choice]}{uncounted}"
     report.say(f"memory: {all_parameters:,} parameters, {share} trained; {total}")
-    if requested != "none" or settings.values.rank(RECOMPUTED) > 0:
+    if requested != "none" or settings.values.rank(CHECKPOINTING) > 0:
         report.say(f"activation checkpointing: {reason}")
     if room is not None and needed > room:
         problem = (
@@ -218,25 +218,25 @@ def remedies(setup: Setup, choice: str, room: int) -> str:
     found: list[Mapping[str, Any]] = []
     for changes in _possible_changes(setup, choice):
         extends = any(one.keys() <= changes.keys() for one in found)
-        if len(found) < SHOWN and not extends and _fits(setup, changes, choice, room):
+        if len(found) < MOST_REMEDIES and not extends and _fits(setup, changes, choice, room):
             found.append(changes)
     if not found:
         return "no micro-batch, recomputation, sharding or LoRA makes it fit: take a smaller model"
-    found = [{**one, **settings_beside(setup, one)} for one in found]
+    found = [{**one, **accompanying_settings(setup, one)} for one in found]
     texts = [", ".join(f"{name}: {value}" for name, value in one.items()) for one in found]
     return "by the same prediction this fits: " + "; or ".join(texts).replace("True", "true")
 
 
-def settings_beside(setup: Setup, changes: Mapping[str, Any]) -> dict[str, Any]:
+def accompanying_settings(setup: Setup, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return more settings {setting: value} that the user has to give together with `changes`.
 
     They fix the global batch size if the user did not set it. They reset settings that contradict
     `changes`.
     """
     run, model, strategy = setup.settings.run, setup.settings.model, changes.get("strategy")
-    given = setup.settings.values.rank("global_batch_size") > 0
-    changes_it = {ROWS, GPUS, CONTEXT} & changes.keys() and not given
-    found: dict[str, Any] = {"global_batch_size": run.global_batch_size} if changes_it else {}
+    is_given = setup.settings.values.rank("global_batch_size") > 0
+    changes_batch = {MICRO_BATCH, GPUS, CONTEXT} & changes.keys() and not is_given
+    found: dict[str, Any] = {"global_batch_size": run.global_batch_size} if changes_batch else {}
     resets = {
         "ddp_comm_hook": run.ddp_comm_hook and strategy in ("fsdp2", "hsdp"),
         "dp_shard": run.dp_shard and strategy not in (None, "hsdp"),
@@ -250,15 +250,16 @@ def settings_beside(setup: Setup, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 def _possible_changes(setup: Setup, choice: str) -> Iterator[dict[str, Any]]:
     """Yield changes {setting: value} that save memory, small changes first."""
-    settings, rows = setup.settings, setup.micro_batch
+    settings, micro_batch = setup.settings, setup.micro_batch
     possible = possible_checkpointing(setup)
     more = possible[possible.index(choice) + 1 :]
-    least = {ROWS: 1, RECOMPUTED: possible[-1]}
-    smaller = [{ROWS: size} for size in range(rows - 1, 0, -1) if rows % size == 0]
+    least = {MICRO_BATCH: 1, CHECKPOINTING: possible[-1]}
+    sizes = [size for size in range(micro_batch - 1, 0, -1) if micro_batch % size == 0]
+    smaller = [{MICRO_BATCH: size} for size in sizes]
     yield from smaller
-    yield from ({RECOMPUTED: each} for each in more)
+    yield from ({CHECKPOINTING: each} for each in more)
     if more:
-        yield from (one | {RECOMPUTED: possible[-1]} for one in smaller)
+        yield from (one | {CHECKPOINTING: possible[-1]} for one in smaller)
     ranks, length = setup.launch.world_size, settings.data.sequence_length
     groups, unsharded = setup.data_ranks, setup.launch.strategy not in SHARDED_BY["weights"]
     if ranks > 1 and (unsharded or setup.launch.replicas > 1):
@@ -274,7 +275,7 @@ def _possible_changes(setup: Setup, choice: str) -> Iterator[dict[str, Any]]:
     if settings.script == "sft_train.py" and not settings.model.load_in_4bit:
         yield LORA | least
         yield QLORA | least
-    while (length := length // 2) >= SHORTEST:
+    while (length := length // 2) >= LEAST_LENGTH:
         yield {"sequence_length": length} | least
 
 
@@ -302,7 +303,7 @@ def _fits(setup: Setup, changes: Mapping[str, Any], choice: str, room: int) -> b
         return False
     if other.launch.strategy == "fsdp2" and other.launch.device == "cpu" and not other.elsewhere:
         return False  # fsdp2 needs GPUs
-    return estimate_memory(other, changes.get(RECOMPUTED, choice)).total <= room
+    return estimate_memory(other, changes.get(CHECKPOINTING, choice)).total <= room
 
 
 def changed(setup: Setup, changes: Mapping[str, Any]) -> Setup:

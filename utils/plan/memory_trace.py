@@ -39,7 +39,7 @@ from utils.model.weights import COMPUTED, Quantized, quantized_layers, weights_d
 FORWARD, BACKWARD, REST, AUTOCAST_ENDS = "forward", "backward", "rest", "autocast ends"
 WITH_SCORES = ("sdpa", "eager")  # they run unchanged, because their masks and scores take memory
 COUNTED = "counted_attention"  # transformers treats names with "flash" or "sdpa" specially
-EVERYTHING = frozenset({"softcap", "sinks", "dropout"})
+ALL_FEATURES = frozenset({"softcap", "sinks", "dropout"})
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Setup:
 
 
 @dataclass
-class Stretch:
+class StepPart:
     """The memory of a part of a training step, such as the forward pass of a layer.
 
     Tensors are live until their last reference is gone. change: {name of a part: growth of live
@@ -122,7 +122,7 @@ class Stretch:
         return self.change.total()
 
 
-def trace(setup: Setup, choice: str, micro_batch: int) -> tuple[list[Stretch], int, str]:
+def trace(setup: Setup, choice: str, micro_batch: int) -> tuple[list[StepPart], int, str]:
     """Count the memory of a step on fake tensors. Returns (parts, gathered bytes, warning).
 
     choice: the mode of activation checkpointing. The gathered bytes are the sharded weights that a
@@ -134,50 +134,52 @@ def trace(setup: Setup, choice: str, micro_batch: int) -> tuple[list[Stretch], i
     # With recomputation, torch.utils.checkpoint decides which tensors are kept, not the compiler.
     if setup.compiles and choice == "none":
         try:
-            return *_trace(setup, choice, micro_batch, cut=True), ""
+            return *_count_parts(setup, choice, micro_batch, as_compiled=True), ""
         except MISFITS as error:
             fault = (
                 f"memory: layers of {type(setup.config).__name__} are counted as not compiled, "
                 f"which is more: {type(error).__name__}: {error!s:.200}"
             )
-    return *_trace(setup, choice, micro_batch, cut=False), fault
+    return *_count_parts(setup, choice, micro_batch, as_compiled=False), fault
 
 
-def _trace(setup: Setup, choice: str, micro_batch: int, *, cut: bool) -> tuple[list[Stretch], int]:
+def _count_parts(
+    setup: Setup, choice: str, micro_batch: int, *, as_compiled: bool
+) -> tuple[list[StepPart], int]:
     device = "cuda" if setup.launch.device == "cuda" else "cpu"
-    model = _build(setup, choice)
+    model = _build_model(setup, choice)
     marked = marked_layers(model)
     inside = {inner for layer in marked for inner in layer.modules() if inner is not layer}
     layers = [layer for layer in marked if layer not in inside]
     kinds = layer_kinds(layers)
     # Experts use transformers' fallback for torch's grouped product. It accepts fake tensors of any
     # type, and its results have the same sizes. A Mock would keep its arguments alive.
-    by_shape = mock.patch.object(moe, "_can_use_grouped_mm", _zero)
+    plain_experts = mock.patch.object(moe, "_can_use_grouped_mm", _zero)
     head = mock.patch.object(ChunkedHead, "chunk", _zero)  # count only the buffers of the loss head
     # A CPU build of torch has no fake GPU tensors: use fake CPU tensors with the GPU's sizes.
-    of_gpu = mock.patch.dict(SIZES, {"cpu": SIZES["cuda"]} if setup.elsewhere else {})
-    with FakeTensorMode(), torch.device(device), head, by_shape, of_gpu, torch_operators():
-        _put_on_device(model)
-        if cut:
+    gpu_sizes = mock.patch.dict(SIZES, {"cpu": SIZES["cuda"]} if setup.elsewhere else {})
+    with FakeTensorMode(), torch.device(device), head, plain_experts, gpu_sizes, torch_operators():
+        _replace_meta_tensors(model)
+        if as_compiled:
             for kind in set(kinds):
-                cut_as_compiled(layers[kind], **_context(setup))
-            _go_through(model, layers, setup, micro_batch)  # traces the layers; not counted
-        stretches = _go_through(model, layers, setup, micro_batch)
+                cut_as_compiled(layers[kind], **_context_kwargs(setup))
+            _run_step(model, layers, setup, micro_batch)  # traces the layers; not counted
+        parts = _run_step(model, layers, setup, micro_batch)
     sizes = [sum(weight.nbytes for weight in layer.parameters()) for layer in layers]
     outside = sum(weight.nbytes for weight in model.parameters()) - sum(sizes)
     gathered = outside + 2 * max(sizes, default=0)
-    return _all_layers(stretches, kinds), gathered
+    return _repeat_parts(parts, kinds), gathered
 
 
 def _zero(*_: Any) -> int:
     return 0
 
 
-def _build(setup: Setup, choice: str) -> nn.Module:
+def _build_model(setup: Setup, choice: str) -> nn.Module:
     config, settings = copy.deepcopy(setup.config), setup.settings
     config._attn_implementation = setup.attention.name
     if setup.attention.name not in WITH_SCORES:
-        kernel = VarlenKernel(COUNTED, COUNTED, EVERYTHING, _as_flash, on_cuda_only=False)
+        kernel = VarlenKernel(COUNTED, COUNTED, ALL_FEATURES, _attend, on_cuda_only=False)
         AttentionInterface.register(COUNTED, partial(packed_varlen, kernel=kernel))
         config._attn_implementation = COUNTED
     with torch.device("meta"):
@@ -193,21 +195,21 @@ def _build(setup: Setup, choice: str) -> nn.Module:
         return with_adapters(model, settings.model).train()
 
 
-def _put_on_device(model: nn.Module) -> None:
+def _replace_meta_tensors(model: nn.Module) -> None:
     """Replace meta tensors by fake tensors of the current device. Tied weights stay tied."""
-    made: dict[torch.Tensor, torch.Tensor] = {}
+    replaced: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for name, old in [*module._parameters.items(), *module._buffers.items()]:
             if old is None:
                 continue
-            if old not in made:
+            if old not in replaced:
                 new = torch.empty(old.shape, dtype=old.dtype)
                 weight = isinstance(old, nn.Parameter)
-                made[old] = nn.Parameter(new, old.requires_grad) if weight else new
-            setattr(module, name, made[old])
+                replaced[old] = nn.Parameter(new, old.requires_grad) if weight else new
+            setattr(module, name, replaced[old])
 
 
-def _as_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
     """Attend with torch's flash operator, which stores no scores for the backward pass."""
     query, key, value = (states.transpose(0, 1)[None] for states in (query, key, value))
     output = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
@@ -244,13 +246,13 @@ def cut_as_compiled(layer: nn.Module, **fixed: Any) -> None:
     layer.forward = forward
 
 
-def _go_through(
+def _run_step(
     model: nn.Module, layers: Sequence[nn.Module], setup: Setup, micro_batch: int
-) -> list[Stretch]:
+) -> list[StepPart]:
     """Run a step with one layer of each kind. Return the parts of the step in order."""
     inputs = fake_batch(setup, micro_batch)
     live = LiveBytes([*model.parameters(), *model.buffers()])
-    call = _first_of_each_kind(layers, live)
+    call = _run_first_layers(layers, live)
     device = inputs["input_ids"].device.type
     with mock.patch.object(GradientCheckpointingLayer, "__call__", call), live:
         with torch.autocast(device, setup.autocast, enabled=setup.autocast is not None):
@@ -262,7 +264,7 @@ def _go_through(
         del loss
         live.begin("end")
     model.zero_grad()
-    return live.stretches
+    return live.parts
 
 
 def fake_batch(setup: Setup, micro_batch: int) -> dict[str, Any]:
@@ -280,12 +282,12 @@ def fake_batch(setup: Setup, micro_batch: int) -> dict[str, Any]:
         inputs["loss_positions"] = torch.zeros(micro_batch * length // size, dtype=torch.int64)
     if setup.loss_head.router is not None:
         inputs["sequence_tokens"] = torch.zeros(micro_batch, dtype=torch.int64)
-    if found := _context(setup):
-        inputs = cut_inputs(inputs, found["context"])
+    if context := _context_kwargs(setup):
+        inputs = cut_inputs(inputs, context["context"])
     return shape_inputs(inputs, setup.attention.batches) | {"use_cache": False}
 
 
-def _context(setup: Setup) -> dict[str, ContextGroup]:
+def _context_kwargs(setup: Setup) -> dict[str, ContextGroup]:
     """Return {"context": a group without communication}, or {} if ranks share no sequences."""
     size = setup.settings.run.context_parallel
     return {"context": ContextGroup(size, rank=0)} if size > 1 else {}
@@ -299,33 +301,33 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.stretches = [Stretch("begin")]
+        self.parts = [StepPart("begin")]
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self._makers: dict[int, tuple[str, int]] = {}
+        self._allocations: dict[int, tuple[str, int]] = {}
 
     def begin(self, name: str, gradients: int = 0) -> None:
-        """Start a new part of the step. See Stretch for `gradients`."""
-        self.stretches.append(Stretch(name, gradients))
+        """Start a new part of the step. See StepPart for `gradients`."""
+        self.parts.append(StepPart(name, gradients))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        outcome, stretch = func(*args, **(kwargs or {})), self.stretches[-1]
+        outcome, part = func(*args, **(kwargs or {})), self.parts[-1]
         for tensor in tree_leaves(outcome):
             if not isinstance(tensor, torch.Tensor):
                 continue
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
-            if key not in self._makers and key not in self._known:
-                self._makers[key] = (stretch.name, size)
-                stretch.change[stretch.name] += size
-                stretch.peak = max(stretch.peak, stretch.live)
-                weakref.finalize(storage, self._give_back, key)
+            if key not in self._allocations and key not in self._known:
+                self._allocations[key] = (part.name, size)
+                part.change[part.name] += size
+                part.peak = max(part.peak, part.live)
+                weakref.finalize(storage, self._count_freed, key)
         return outcome
 
-    def _give_back(self, key: int) -> None:
-        maker, size = self._makers.pop(key)
-        self.stretches[-1].change[maker] -= size
+    def _count_freed(self, key: int) -> None:
+        part_name, size = self._allocations.pop(key)
+        self.parts[-1].change[part_name] -= size
 
 
 def layer_kinds(layers: Sequence[nn.Module]) -> list[int]:
@@ -341,7 +343,7 @@ def layer_kinds(layers: Sequence[nn.Module]) -> list[int]:
     return kinds
 
 
-def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Callable[..., Any]:
+def _run_first_layers(layers: Sequence[nn.Module], live: LiveBytes) -> Callable[..., Any]:
     """Return a replacement for the layers' __call__ that runs only the first layer of each kind.
 
     For any other layer, it returns the layer's input as the hidden states.
@@ -376,22 +378,22 @@ def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Callabl
     return call
 
 
-def _all_layers(stretches: Sequence[Stretch], kinds: Sequence[int]) -> list[Stretch]:
+def _repeat_parts(parts: Sequence[StepPart], kinds: Sequence[int]) -> list[StepPart]:
     """Return the parts of a step in which all layers run.
 
-    stretches: the parts of a step in which one layer of each kind ran. Each layer gets the parts of
+    parts: the parts of a step in which one layer of each kind ran. Each layer gets the parts of
     the first layer of its kind. At its end, autocast frees its copies of all layers' weights.
     """
-    of_first = {stretch.name: stretch for stretch in stretches}
+    by_name = {part.name: part for part in parts}
     passes = {FORWARD: kinds, BACKWARD: kinds[::-1]}
-    result: list[Stretch] = []
-    for stretch in stretches:
-        direction = stretch.name.split()[0]
+    result: list[StepPart] = []
+    for part in parts:
+        direction = part.name.split()[0]
         if direction not in (FORWARD, BACKWARD):
-            result.append(stretch)
+            result.append(part)
         names = [f"{direction} {kind}" for kind in passes.pop(direction, ())]
-        result += [of_first[name] for name in names if name in of_first]
-        if stretch.name == AUTOCAST_ENDS:
+        result += [by_name[name] for name in names if name in by_name]
+        if part.name == AUTOCAST_ENDS:
             for kind in set(kinds):
-                stretch.change[f"{FORWARD} {kind}"] *= kinds.count(kind)
+                part.change[f"{FORWARD} {kind}"] *= kinds.count(kind)
     return result

@@ -81,7 +81,7 @@ def report_ranks(
         ) from error
     for _, line in layouts:
         report.say(line)
-    most = max(held for held, _ in layouts)
+    most = max(weights for weights, _ in layouts)
     even = model.weight_bytes() / (launch.shards if launch.strategy == "fsdp2" else 1)
     if most > UNEVEN * even:
         report.warn(
@@ -92,7 +92,7 @@ def report_ranks(
         )
 
 
-def _shown(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return "no other"
     step = ranks[1] - ranks[0]
@@ -112,14 +112,14 @@ def lay_out(
         launch.world_size // size, total_steps=1,
     )  # fmt: skip
     first = rank // size * size
-    shared = f", sequences with {_shown(range(first, first + size))}" if size > 1 else ""
+    shared = f", sequences with {_ranks_text(range(first, first + size))}" if size > 1 else ""
     with fake_group(rank, launch.world_size):
         mesh = data_parallel_mesh(launch)
-        shards, copies = _shown(group_of(mesh, SHARD)), _shown(group_of(mesh, REPLICATE))
-        held = model.weight_bytes(mesh)
-    return held, (
+        shards, copies = _ranks_text(group_of(mesh, SHARD)), _ranks_text(group_of(mesh, REPLICATE))
+        weights = model.weight_bytes(mesh)
+    return weights, (
         f"rank {rank:,} of {launch.world_size:,}: shares a copy with {shards}{shared}, sums "
-        f"gradients with {copies}, {held / GIB:.2f} GiB of weights; first sequences: "
+        f"gradients with {copies}, {weights / GIB:.2f} GiB of weights; first sequences: "
         f"{next(iter(batches))}"
     )
 

@@ -32,10 +32,10 @@ from utils.model.weights import weights_dtype
 
 OPTIMIZER = "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon"
 SCHEDULE = "lr_scheduler_type lr_scheduler_kwargs warmup_steps learning_rate"
-OF_SOME_OPTIMIZERS = ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_target_modules")
+OPTIMIZER_SPECIFIC = ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_target_modules")
 NO_REENTRY = {"use_reentrant": False}  # transformers' default; torch warns if it is not given
-NEARLY_WHOLE = 0.999
-SIDE = 64  # size of the tiny weights: below 64 x 64 bitsandbytes keeps states in 32 bits
+LEAST_PEAK_FACTOR = 0.999
+TINY_SIZE = 64  # size of the tiny weights: below 64 x 64 bitsandbytes keeps states in 32 bits
 SAMPLED_STEPS = 256
 
 
@@ -64,9 +64,9 @@ def rehearse(
     """
     values, args = settings.values, settings.training
     problems: list[str] = []
-    with _judged(values, "activation_checkpointing_kwargs", problems):
+    with _collect_error(values, "activation_checkpointing_kwargs", problems):
         _try_recomputation(args)
-    with _judged(values, "report_to", problems):
+    with _collect_error(values, "report_to", problems):
         for name in args.report_to or ():
             (callback,) = get_reporting_integration_callbacks([name])
             if not is_installed(name):  # importing an installed tracker takes seconds
@@ -75,20 +75,20 @@ def rehearse(
     own_optimizer |= args.optim == MUON
     stand_in = (torch.optim.SGD, {"lr": args.learning_rate}) if own_optimizer else None
     trainer = _Rehearsal(args, model, stand_in)
-    with _judged(values, OPTIMIZER, problems):
+    with _collect_error(values, OPTIMIZER, problems):
         pairs = optimizer_pairs(args.optim_args)
         built = trainer.create_optimizer()
         if args.optim == MUON:
             muon_options(args.optim_args)
         if not own_optimizer:
             _check_options(args, model, pairs, built.defaults)
-            _report_without_effect(settings, model, report)
+            _report_ignored_settings(settings, model, report)
         if device is not None:
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             built.step()
     if trainer.optimizer is not None:
-        with _judged(values, SCHEDULE, problems):
+        with _collect_error(values, SCHEDULE, problems):
             _try_schedule(trainer, settings, total_steps, report)
     if problems:
         raise ConfigurationError(problems)
@@ -101,14 +101,14 @@ def _tiny_model(
     model = without_weights(config)
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
-            shape = [1] * (weight.ndim - 2) + [min(size, SIDE) for size in weight.shape[-2:]]
+            shape = [1] * (weight.ndim - 2) + [min(size, TINY_SIZE) for size in weight.shape[-2:]]
             tiny = nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
             module.register_parameter(name, tiny)
     return model
 
 
 @contextmanager
-def _judged(values: SettingValues, names: str, problems: list[str]) -> Iterator[None]:
+def _collect_error(values: SettingValues, names: str, problems: list[str]) -> Iterator[None]:
     """Catch an exception of the with block and add its text to `problems`.
 
     names: names of settings, separated by spaces. The text begins with the first of these settings
@@ -142,20 +142,20 @@ def _try_recomputation(args: TrainingArguments) -> None:
 
 
 def _check_options(
-    args: TrainingArguments, model: PreTrainedModel, given: dict[str, str], built: dict[str, Any]
+    args: TrainingArguments, model: PreTrainedModel, given: dict[str, str], defaults: dict[str, Any]
 ) -> None:
     """Raise ValueError for a key of optim_args that does not change the optimizer's options.
 
-    given: optim_args as a dict. built: the default options of the optimizer that Trainer built.
+    given: optim_args as a dict. defaults: the default options of the built optimizer.
     """
     pairs = [f"{key}={value}" for key, value in given.items()]
     for pair, (key, value) in zip(pairs, given.items(), strict=True):
-        if key != "weight_decay" and str(built.get(key)).lower() == value.lower():
+        if key != "weight_decay" and str(defaults.get(key)).lower() == value.lower():
             continue  # repeats an option of the built optimizer, as relative_step=false may
         without = [each for each in pairs if each != pair]
         other = [f"{key}=x" if each == pair else each for each in pairs]  # `value` may be default
         texts = map(",".join, (pairs, without, other))
-        options = {_options(with_values(args, optim_args=text), model) for text in texts}
+        options = {_optimizer_text(with_values(args, optim_args=text), model) for text in texts}
         # Trainer sets weight_decay on each group of weights, which overrides optim_args.
         if len(options) == 1 or key == "weight_decay":
             raise ValueError(
@@ -164,16 +164,15 @@ def _check_options(
             )
 
 
-def _report_without_effect(settings: RunSettings, model: PreTrainedModel, report: Report) -> None:
-    """Add a line to `report` for each given setting that the optimizer ignores."""
+def _report_ignored_settings(settings: RunSettings, model: PreTrainedModel, report: Report) -> None:
     values, args = settings.values, settings.training
-    for name in OF_SOME_OPTIMIZERS:
+    for name in OPTIMIZER_SPECIFIC:
         without = with_values(args, **{name: values.declared[name].default})
-        if values.changed(name) and _options(without, model) == _options(args, model):
+        if values.changed(name) and _optimizer_text(without, model) == _optimizer_text(args, model):
             report.say(f"settings: {values.shown(name)} has no effect: {values.shown('optim')}")
 
 
-def _options(args: TrainingArguments, model: PreTrainedModel) -> str:
+def _optimizer_text(args: TrainingArguments, model: PreTrainedModel) -> str:
     """Return Trainer's optimizer and its options as text, or the text of Trainer's error."""
     try:
         return repr(Trainer.get_optimizer_cls_and_kwargs(args, model))
@@ -232,7 +231,7 @@ def _try_schedule(
             raise ValueError(f"a learning rate would be {factor * rate:.3g}")
     for scale in scheduler.lr_lambdas:
         scale(total_steps)  # torch also computes the rate after the last step; no step uses it
-    if (peak := max(factors)) < NEARLY_WHOLE:
+    if (peak := max(factors)) < LEAST_PEAK_FACTOR:
         report.warn(
             f"{values.shown('lr_scheduler_type')}: the learning rate is at most {peak * rate:.3g} "
             f"in this run, not {rate:g} ({total_steps:,} steps, {values.shown('warmup_steps')})"

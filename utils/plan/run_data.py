@@ -86,15 +86,15 @@ def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
     directory = settings.data.tokenizer_name_or_path
     if not directory:
         source = next(iter(train_sources(settings.data.train_data)))
-        of_data = _open(settings, source, "train", ()).tokenizer_path
-        if of_data is not None and of_data.is_dir():
-            directory = str(of_data)
+        folder = _open(settings, source, "train", ()).tokenizer_path
+        if folder is not None and folder.is_dir():
+            directory = str(folder)
         elif own := settings.model.model_name_or_path or stage_tokenizer(settings):
             directory = own
-            if of_data is not None:
-                logger.info("tokenizer: that of %s; %s, of the data, is not there", own, of_data)
+            if folder is not None:
+                logger.info("tokenizer: that of %s; %s, of the data, is not there", own, folder)
         else:
-            where = f"its tokenizer should be in {of_data}" if of_data else "it names no tokenizer"
+            where = f"its tokenizer should be in {folder}" if folder else "it names no tokenizer"
             raise ConfigurationError(
                 f"{source}: {where}, and a model from scratch has none of its own: give "
                 "--tokenizer_name_or_path."
@@ -112,9 +112,9 @@ def choose_sizes(
     Derived values are logged. A resumed run keeps the values of its first start, even if the number
     of ranks or the micro-batch changed. Raises ConfigurationError if training data cannot be read.
     """
-    if not _open_sizes(settings, ("sequence_length", "global_batch_size")):
+    if not _unset_settings(settings, ("sequence_length", "global_batch_size")):
         return settings
-    found = on_rank_0(lambda: _sizes_of_the_run(settings))
+    found = on_rank_0(lambda: _resumed_sizes(settings))
     if not found and None in (settings.data.sequence_length, settings.run.global_batch_size):
         found = _derived_sizes(settings, config, launch.world_size // settings.run.context_parallel)
     settings = with_derived(settings, found)
@@ -123,19 +123,19 @@ def choose_sizes(
     return settings
 
 
-def _open_sizes(settings: RunSettings, names: Sequence[str]) -> list[str]:
+def _unset_settings(settings: RunSettings, names: Sequence[str]) -> list[str]:
     """Return the settings among `names` that the user left out or set to null."""
     values = settings.values
     return [name for name in names if not values.rank(name) or values[name] is None]
 
 
-def _sizes_of_the_run(settings: RunSettings) -> dict[str, tuple[Any, str]]:
+def _resumed_sizes(settings: RunSettings) -> dict[str, tuple[Any, str]]:
     """Return {setting: (value, reason)} of the run to resume, for sizes that are not given."""
     record, values = resumed_record(settings), settings.values
     before = settings_in_force(record.directory, record.starts) if record.starts else {}
     why = f"as the run in {record.directory} began"
     accepted = settings.run.accept_changes
-    ours = [name for name in _open_sizes(settings, SIZES) if name not in accepted]
+    ours = [name for name in _unset_settings(settings, SIZES) if name not in accepted]
     if "global_batch_size" in ours and "batch_warmup" not in accepted:
         ours.append("batch_warmup")
     return {
@@ -151,20 +151,20 @@ def _derived_sizes(
     given, fine_tuning = settings.values.given.keys(), settings.script == "sft_train.py"
     train = [_open(settings, name, "train", ()).lengths for name in train_sources(data.train_data)]
     splits = eval_splits(data.eval_data).items()
-    every = [*train, *(_open(settings, path, name, ()).lengths for name, path in splits)]
+    all_lengths = [*train, *(_open(settings, path, name, ()).lengths for name, path in splits)]
     length = data.sequence_length
     if length is None:
-        longest = max(int(lengths.max(initial=1)) for lengths in every)
+        longest = max(int(lengths.max(initial=1)) for lengths in all_lengths)
         positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         least = LEAST_LENGTH if data.packing != "none" else 1  # unpacked, the rest is padding
         fitting = max(least, 1 << (longest - 1).bit_length())
         length = min(fitting, MOST_LENGTH, positions or MOST_LENGTH)
         why = (
-            f"the longest of {sum(map(len, every)):,} documents has {longest:,} tokens, the model "
-            f"{positions or 'any number of'} positions; --sequence_length changes it"
+            f"the longest of {sum(map(len, all_lengths)):,} documents has {longest:,} tokens, "
+            f"the model {positions or 'any number of'} positions; --sequence_length changes it"
         )
         found["sequence_length"] = length, why
-        too_long = sum(int((lengths > length).sum()) for lengths in every)
+        too_long = sum(int((lengths > length).sum()) for lengths in all_lengths)
         if too_long and fine_tuning and "on_overlong" not in given:
             keeps = f"; --sequence_length {longest} keeps it" * (longest <= (positions or longest))
             found["on_overlong"] = "truncate", f"{too_long:,} documents lose their end{keeps}"
@@ -260,7 +260,7 @@ def load_run_data(
         {name: PackedDataset([rows], [plan], padding) for name, rows, plan in evaluation},
         sha256,
         new_token_ids(settings, tokenizer),
-        _prompts(settings, tokenizer, config, opened[:first] if fine_tuning else ()),
+        _sample_prompts(settings, tokenizer, config, opened[:first] if fine_tuning else ()),
     )
 
 
@@ -282,7 +282,7 @@ def sample_order(train: PackedDataset, data: DataArguments, seed: int) -> Sample
     return SampleOrder(train.per_source, seed, weights or None, data.order == "shuffled")
 
 
-def _prompts(
+def _sample_prompts(
     settings: RunSettings,
     tokenizer: PreTrainedTokenizerBase,
     config: PreTrainedConfig,

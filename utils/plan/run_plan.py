@@ -146,12 +146,12 @@ def plan_run(
         states = choose_optimizer_states(settings, config, launch)
         report.say(f"precision: {precision_line(settings, config, states, launch.device)}")
         rehearse(settings, config, states is not None, sampler.total_steps, device, report)
-        attention = _attention(settings, data, config, device, report)
+        attention = _plan_attention(settings, data, config, device, report)
         adapters = plan_adapters(settings.model, config)
         for line in adapters.report if adapters else frozen_lines(settings.model, config):
             report.say(line)
         model = adapters.model if adapters else settings.model
-        loss_head = _loss_head(settings, config, adapters, bool(data.new_tokens), device, report)
+        loss_head = _plan_loss(settings, config, adapters, bool(data.new_tokens), device, report)
         compiled, why = choose_compilation(settings, config, launch, elsewhere)
         if why:
             report.say(f"compile: {why}")
@@ -163,8 +163,8 @@ def plan_run(
         )  # fmt: skip
         planner = None
         if run.assume or run.suggest:
-            seen = effective_length(data.train.plans, sampler.order.shares())
-            planner = make_planner(setup, seen)
+            document_tokens = effective_length(data.train.plans, sampler.order.shares())
+            planner = make_planner(setup, document_tokens)
             if run.suggest:
                 suggest(planner, report)
         memory = plan_memory(setup, report)
@@ -319,7 +319,7 @@ def on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:
     return bool(settings.run.assume) or (on_cpu and not settings.values.on_cpu)
 
 
-def _attention(
+def _plan_attention(
     settings: RunSettings,
     data: RunData,
     config: PreTrainedConfig,
@@ -339,7 +339,7 @@ def _attention(
             check_row_positions(config, settings.data.sequence_length)
         if device is None:
             reason = f"{asked}, settled on the compute node (there is no accelerator here)"
-            proof = _proved_on_cpu(asked, config, whole_rows)
+            proof = _test_isolation(asked, config, whole_rows)
             choice = AttentionChoice(NAME, OPEN, reason, unproved=proof)
         else:
             dtype = COMPUTED.get(training.mixed_precision) or weights_dtype(model, config)
@@ -349,7 +349,7 @@ def _attention(
     return choice
 
 
-def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: bool) -> str:
+def _test_isolation(requested: str | None, config: PreTrainedConfig, whole_rows: bool) -> str:
     """Test on a login node's CPU that packed documents do not attend to each other.
 
     Returns the result as text. whole_rows: whether each sequence has only one document. Raises
@@ -366,7 +366,7 @@ def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: 
     return choice.proof
 
 
-def _loss_head(
+def _plan_loss(
     settings: RunSettings,
     config: PreTrainedConfig,
     adapters: AdapterPlan | None,

@@ -209,7 +209,7 @@ def test_a_host_without_the_gpu_of_the_kernels_refuses_nothing(monkeypatch, whol
     kernels_of_gpus(monkeypatch)
     config = NOT_PACKED["small_next"]()
     config.use_cache = False
-    assert TRITON in run_plan._proved_on_cpu("auto", config, whole_rows)
+    assert TRITON in run_plan._test_isolation("auto", config, whole_rows)
     head = loss_head.choose_loss_head("fused", config, device=None)
     assert head.reason.endswith("tested where the run trains")
     # If the run trains on this CPU, packing is refused, and one document per sequence is tried.

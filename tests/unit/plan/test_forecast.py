@@ -12,7 +12,7 @@ from benchmarks.cells.shapes import GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_600M
 from benchmarks.hardware.flops import model_size
 from utils.config.settings import parse_fine_tuning
 from utils.config.strategy import assumed_gpus
-from utils.plan.forecast import SEVERAL, SHARES, make_planner
+from utils.plan.forecast import MULTI_GPU, SHARES, make_planner
 from utils.plan.memory_plan import changed
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "gpu"
@@ -97,7 +97,7 @@ def test_what_others_measured_on_several_gpus_is_in_the_range(case):
         speed / gpus.world_size for speed in replace(planner, gpus=gpus).speeds(run, recomputed)
     )
     assert 0.98 * slow < measured < 1.03 * fast
-    assert slow == pytest.approx(SEVERAL[0] / SEVERAL[1] * fast, rel=0.05)
+    assert slow == pytest.approx(MULTI_GPU[0] / MULTI_GPU[1] * fast, rel=0.05)
 
 
 def test_recomputation_is_counted():
@@ -126,7 +126,7 @@ def test_gpus_that_wait_for_each_other_are_slower():
 
     node, slow = assumed_gpus("8xH100-80GB"), assumed_gpus("8xRTX4090-24GB")
     nodes, short = assumed_gpus("8x8xH100-80GB"), {"rows": 1, "length": 2048}
-    assert per_gpu("fsdp2", node) == pytest.approx(SEVERAL[1] * one)
+    assert per_gpu("fsdp2", node) == pytest.approx(MULTI_GPU[1] * one)
     assert per_gpu("fsdp2", node, rows=1, length=256) < 0.5 * one
     assert per_gpu("fsdp2", slow, **short) < 0.7 * per_gpu("fsdp2", slow)
     assert per_gpu("fsdp2", nodes, **short) < per_gpu("fsdp2", node, **short)

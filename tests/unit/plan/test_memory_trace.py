@@ -19,8 +19,8 @@ from utils.model.attention import AttentionChoice
 from utils.model.layers import CHOICES
 from utils.model.weights import load_model
 from utils.plan import memory_trace
-from utils.plan.memory_estimate import estimate_memory, most_alive
-from utils.plan.memory_trace import LiveBytes, Stretch, cut_as_compiled, fake_batch, trace
+from utils.plan.memory_estimate import estimate_memory, step_peak
+from utils.plan.memory_trace import LiveBytes, StepPart, cut_as_compiled, fake_batch, trace
 
 BF16 = {"bf16": "true"}
 
@@ -31,7 +31,7 @@ def traced(config, choice, compiled=False, **given):
 
 
 def most(*given, **named) -> int:
-    return most_alive(traced(*given, **named)[0], 1, held=0)[0]
+    return step_peak(traced(*given, **named)[0], 1, accumulated=0)[0]
 
 
 def peak_by_torch(model, given, micro_batch) -> int:
@@ -56,14 +56,14 @@ def peak_by_torch(model, given, micro_batch) -> int:
 def test_torchs_tracker_counts_the_same(config, choice, given, monkeypatch):
     """The tracker runs every layer. It takes 20 to 300 times as long as our count."""
     seen = []
-    ours = memory_trace._go_through
+    ours = memory_trace._run_step
 
     def both(model, layers, *given):
         seen.append(peak_by_torch(model, *given))
         model.zero_grad()
         return ours(model, layers, *given)
 
-    monkeypatch.setattr(memory_trace, "_go_through", both)
+    monkeypatch.setattr(memory_trace, "_run_step", both)
     assert most(config, choice, **given) == pytest.approx(seen[0], rel=0.03)
 
 
@@ -92,15 +92,15 @@ def test_weights_in_4_bits_take_no_more_than_predicted(choice, tmp_path):
     inputs, live = fake_batch(run, 1), LiveBytes([*model.parameters(), *model.buffers()])
     with live:
         model(**inputs).loss.backward()
-    measured = most_alive(live.stretches, 1, held=0)[0]
+    measured = step_peak(live.parts, 1, accumulated=0)[0]
     assert measured < found.activations + found.gradients < 1.25 * measured
 
 
 def test_one_layer_of_a_kind_stands_for_all_and_more_recomputation_keeps_less(monkeypatch):
     found = [most(GEMMA, choice, **BF16) for choice in CHOICES]
     assert found == sorted(found, reverse=True)
-    stretches = traced(LLAMA, "full")[0]
-    kept = next(each.live for each in stretches if each.name == "forward 0")
+    parts = traced(LLAMA, "full")[0]
+    kept = next(each.live for each in parts if each.name == "forward 0")
     assert kept == 2 * 64 * LLAMA.hidden_size * 4, "a layer's input"
     monkeypatch.setattr(memory_trace, "layer_kinds", lambda layers: list(range(len(layers))))
     assert [most(GEMMA, choice, **BF16) for choice in CHOICES] == found
@@ -143,7 +143,7 @@ def test_the_cut_keeps_what_a_compiled_layer_keeps():
         forward(layer).sum().backward()
         with LiveBytes([states, *rotations, *layer.parameters()]) as live:
             result = forward(layer)
-        kept = live.stretches[0].live
+        kept = live.parts[0].live
         del result
         return kept
 
@@ -168,19 +168,19 @@ def test_adapters_leave_out_the_gradients_of_frozen_weights():
 
 
 def test_gradients_of_an_earlier_micro_batch_are_there_from_the_start():
-    stretches = [Stretch("forward 0", peak=10), Stretch("backward 0", gradients=6, peak=5)]
-    stretches[0].change["forward 0"] = 8
-    stretches[1].change |= {"forward 0": -8, "backward 0": 6}
-    assert most_alive(stretches, 1, held=0) == (13, 0)
-    assert most_alive(stretches, 1, held=6) == (19, 6)
+    parts = [StepPart("forward 0", peak=10), StepPart("backward 0", gradients=6, peak=5)]
+    parts[0].change["forward 0"] = 8
+    parts[1].change |= {"forward 0": -8, "backward 0": 6}
+    assert step_peak(parts, 1, accumulated=0) == (13, 0)
+    assert step_peak(parts, 1, accumulated=6) == (19, 6)
 
 
 def test_gradients_are_copied_to_be_added_over_the_ranks():
     """The copy of a layer's gradients lives during the backward pass of the layer below."""
-    layers = [Stretch("backward 1", 6, Counter({"x": 6}), 6), Stretch("backward 0", 6, peak=7)]
+    layers = [StepPart("backward 1", 6, Counter({"x": 6}), 6), StepPart("backward 0", 6, peak=7)]
     layers[1].change["x"] = 6
-    assert most_alive(layers, 2, held=0) == (10, 3)
-    assert most_alive(layers, 2, held=0, copied=2.0) == (22, 3)
-    rest = Stretch("end", change=Counter({"embedding": 20}), peak=20)
-    assert most_alive([*layers, rest], 2, held=0) == (26, 6)
-    assert most_alive([*layers, rest], 2, held=0, copied=2.0) == (66, 6)
+    assert step_peak(layers, 2, accumulated=0) == (10, 3)
+    assert step_peak(layers, 2, accumulated=0, buffer_ratio=2.0) == (22, 3)
+    rest = StepPart("end", change=Counter({"embedding": 20}), peak=20)
+    assert step_peak([*layers, rest], 2, accumulated=0) == (26, 6)
+    assert step_peak([*layers, rest], 2, accumulated=0, buffer_ratio=2.0) == (66, 6)
