@@ -1,13 +1,13 @@
 """A run, from the first start of the training script to the finished model in final/.
 
-start       sets up the process, locks output_dir, finds the checkpoint to resume from; dry runs
+start       sets up the process, locks output_dir, finds the checkpoint to resume from
 raw_data    tokenizes raw files of train_data before the training, in worker processes
 staging     copies the datasets to each node's own disk
 preflight   checks before training: equal settings on all ranks, space and rights in output_dir
-provenance  provenance.json; a resume with settings that change results is refused
-trackers    Weights & Biases, MLflow, TensorBoard, Trackio
+provenance  records each start in provenance.json, refuses changes that alter results
+trackers    sets up Weights & Biases, MLflow, TensorBoard and Trackio
 finish      creates the callbacks; evaluates and exports at the end of training
 export      writes the finished model to final/, and LoRA's adapter to adapter/
-documents   status.py --step: the documents of a step, their texts and losses
-chat        chat.py: conversations with a finished model or a checkpoint
+documents   lists the documents of a step with texts and losses (status.py --step)
+chat        holds conversations with a finished model or a checkpoint (chat.py)
 """

@@ -38,7 +38,7 @@ from utils.prepare.tokenizer import end_of_turn_id
 
 COMMANDS = "/reset forgets the conversation, /system TEXT sets its system text, /quit leaves"
 ADAPTER = "adapter_config.json"
-# Unless a flag or the model sets another limit. On a CPU 2,048 tokens take minutes.
+# Default limits, which a flag or the model can override. On a CPU 2,048 tokens take minutes.
 MAX_NEW_TOKENS, MAX_NEW_TOKENS_ON_CPU = 2048, 512
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 Messages = list[dict[str, str]]
@@ -47,9 +47,9 @@ Messages = list[dict[str, str]]
 def find_model(name: str) -> str:
     """Return the folder with the weights of the model `name`; return a Hub name unchanged.
 
-    name: a model, an adapter, a name on the Hub or a run's output_dir. For a run, return final/ or,
-    before final/ exists, the newest checkpoint. Raises ConfigurationError if there are no weights,
-    StorageError if all checkpoints are damaged.
+    name: a folder with a model or an adapter, a name on the Hub or a run's output_dir. For a run,
+    return final/ or, before final/ exists, the newest checkpoint. Raises ConfigurationError if
+    there are no weights, and StorageError if all checkpoints are damaged.
     """
     directory = Path(name)
     if not directory.is_dir():
@@ -81,7 +81,7 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
     """Load a model or adapter from a folder or a Hub name; return (model, tokenizer).
 
     The model is in evaluation mode. device: None means a GPU if there is one, else the CPU. dtype:
-    as for from_pretrained. Raises ConfigurationError if a file is missing or unreadable.
+    the argument of from_pretrained. Raises ConfigurationError if a file is missing or unreadable.
     """
     base, config = path, {}
     settle_connection(path)
@@ -121,7 +121,7 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
 
 
 class Printer(TextStreamer):
-    """A streamer for `generate`: it prints an answer piece by piece and collects it in `text`."""
+    """A streamer for `generate` that prints an answer piece by piece and collects it in `text`."""
 
     text = ""
 
@@ -134,7 +134,7 @@ class Printer(TextStreamer):
 class ChatModel:
     """A model with its tokenizer and chat template. Without a template, the model continues a text.
 
-    interrupted  whether Ctrl-C ended the last answer early
+    interrupted: whether Ctrl-C ended the last answer early.
     """
 
     interrupted = False
@@ -142,7 +142,7 @@ class ChatModel:
     def __init__(self, given: argparse.Namespace):
         """Load the model and set its generation options. Raises ConfigurationError.
 
-        given: the flags of chat.py.
+        given: the parsed flags of chat.py.
         """
         # PEFT causes this warning.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
@@ -160,11 +160,11 @@ class ChatModel:
         ends = [*(known if isinstance(known, list) else [known]), self.tokenizer.eos_token_id]
         if templated:  # checkpoints do not list the token that ends a turn
             slow = limits(f"{self.path}: its chat template", RENDERING_BYTES)
-            with slow, contextlib.suppress(Exception):  # templates may be unfit for training
+            with slow, contextlib.suppress(Exception):  # some templates do not work in training
                 ends.append(end_of_turn_id(self.tokenizer))
         settings.eos_token_id = list(dict.fromkeys(end for end in ends if end is not None))
         settings.pad_token_id = self.tokenizer.pad_token_id
-        settings.use_cache, settings.max_length = True, None  # training turned the cache off
+        settings.use_cache, settings.max_length = True, None  # training turns the cache off
         usual = MAX_NEW_TOKENS_ON_CPU if self.model.device.type == "cpu" else MAX_NEW_TOKENS
         settings.max_new_tokens = given.max_new_tokens or settings.max_new_tokens or usual
         if given.greedy or given.temperature == 0:
@@ -183,7 +183,7 @@ class ChatModel:
         )
 
     def rendered(self, messages: Messages) -> str:
-        """Return the prompt, as text, that the chat template makes of `messages`.
+        """Render `messages` with the chat template, and return the prompt as text.
 
         Without a template, return the text of the only message. Raises ConfigurationError if the
         template refuses the messages, or if a model without a template gets several messages.
@@ -202,7 +202,7 @@ class ChatModel:
         return messages[0]["content"]
 
     def answer(self, messages: Messages) -> str:
-        """Generate an answer to `messages` and print it meanwhile; return the answer's text.
+        """Generate and print an answer to `messages`, and return the answer's text.
 
         Ctrl-C ends the answer early. Raises ConfigurationError if the prompt is longer than the
         model allows, or if memory runs out.
@@ -253,7 +253,7 @@ def opening(system: str | None) -> Messages:
 def talk(model: ChatModel, system: str | None) -> None:
     """Answer each line of stdin, until /quit, Ctrl-D or the end of stdin.
 
-    system: the system text of the conversation, or None.
+    system: the text of the system message. None means no system message.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - lines can be edited and recalled

@@ -1,8 +1,8 @@
 """The documents that a step trained on, with texts and losses, for `status.py RUN --step N`.
 
-A run does not record the documents of its steps. They are computed again from the settings, the
-data and the step's number. A document's loss is computed with the newest checkpoint before the
-step. The model reads each document alone, because packed documents do not attend to each other.
+A run does not record the documents of its steps. This module finds the documents from the settings,
+the data and the step's number. It computes losses with the newest checkpoint before the step. The
+model reads each document alone, because packed documents do not attend to each other.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ Part = tuple[dict[str, Any], np.ndarray, np.ndarray]
 
 
 def show_step(run: Path, steps: str, as_json: bool, with_loss: bool) -> str:
-    """Return a text with a list of the documents of `steps` ("N" or "A-B"), highest loss first.
+    """Return a text that lists the documents of `steps` ("N" or "A-B"), highest loss first.
 
     as_json: write each document as one line of JSON. with_loss: compute the losses, with the newest
     checkpoint before `steps`. Raises ConfigurationError if `steps` is not in the run or if the data
@@ -79,9 +79,9 @@ def _shown(row: dict[str, Any]) -> str:
 def documents_of_steps(history: History, steps: Iterable[int]) -> Iterator[Part]:
     """Yield (JSON line as a dict, token ids, mask of trained tokens) for each document of `steps`.
 
-    A long document may be split over steps; then only the step's part of the document is yielded.
-    The first step is 1. Data and settings are those of the start (execution of the script) that
-    trained the step. Raises ConfigurationError if the data is gone or has changed.
+    If a long document is split over several steps, only the part in this step is yielded. The first
+    step is 1. Data and settings come from the start (execution of the script) that trained the
+    step. Raises ConfigurationError if the data is gone or has changed.
     """
     opened: dict[int, tuple[PackedDataset, GlobalBatchSampler, Any]] = {}
     for step in steps:
@@ -95,7 +95,7 @@ def documents_of_steps(history: History, steps: Iterable[int]) -> Iterator[Part]
         for part in rows.documents_in(sampler.sequences_of_step(step - 1)):
             source, segment = paths.index(part.dataset), [np.array([each]) for each in part[1:]]
             (ids,), (mask,) = rows.datasets[source].pieces(Segments(*segment))
-            targets = (mask != 0) & (np.arange(len(mask)) > 0)  # no token predicts the first one
+            targets = (mask != 0) & (np.arange(len(mask)) > 0)  # the first token has no prediction
             yield {
                 "step": step, "loss": None, **part._asdict(), "source": None,
                 "loss_tokens": int(targets.sum()),
@@ -106,9 +106,9 @@ def documents_of_steps(history: History, steps: Iterable[int]) -> Iterator[Part]
 
 
 def _opened(history: History, start: int) -> tuple[PackedDataset, GlobalBatchSampler, Any]:
-    """Open the data of a start again; return (dataset, batch sampler, tokenizer).
+    """Open the data of a start again, and return (dataset, batch sampler, tokenizer).
 
-    start: the index in `history.starts`. Raises ConfigurationError if the data has changed.
+    start: an index into `history.starts`. Raises ConfigurationError if the data has changed.
     """
     entries = [one.entry for one in history.starts[: start + 1]]
     settings, entry = settings_in_force(history.path, entries), entries[-1] if entries else {}
@@ -133,9 +133,9 @@ def _opened(history: History, start: int) -> tuple[PackedDataset, GlobalBatchSam
 
 
 def sources_of(dataset: Path, documents: Iterable[int]) -> dict[int, str]:
-    """Return {document: its source file and line or row, as text}.
+    """Return {document: text with the source file and the line or row}.
 
-    documents: indices into `dataset`. Documents whose source was not recorded are left out.
+    documents: indices into `dataset`. Documents without a recorded source are left out.
     """
     wanted = sorted(set(documents))
     sources: dict[int, str] = {}
@@ -161,9 +161,9 @@ def _printed(location: Location) -> str:
 
 
 def _add_losses(history: History, step: int, parts: Sequence[Part]) -> str:
-    """Compute the losses and store each in its part's JSON dict; return a text for the user.
+    """Compute the losses with the newest checkpoint before `step`, and store them in `parts`.
 
-    The text names the checkpoint (the newest before `step`), or says why there are no losses.
+    Returns a text that names the checkpoint, or says why there are no losses.
     """
     steps = [manifest.step for manifest in history.checkpoints if manifest.step < step]
     if not steps:
@@ -183,7 +183,7 @@ def _add_losses(history: History, step: int, parts: Sequence[Part]) -> str:
 
 @torch.inference_mode()
 def _loss(model: Any, ids: np.ndarray, targets: np.ndarray) -> float | None:
-    """Return a document's mean loss over tokens in the mask `targets`; None for an empty mask."""
+    """Return a document's mean loss over the tokens in the mask `targets`. None means no tokens."""
     if not targets.any():
         return None
     tokens = torch.from_numpy(ids.astype(np.int64)).to(model.device)

@@ -1,7 +1,7 @@
 """Export of the finished model for from_pretrained, with LoRA adapters merged into the weights.
 
-PEFT's layers merge the adapters. To save memory, one layer after another gets its tensors. All
-other layers are on the meta device.
+PEFT merges the adapters of one layer at a time. To save memory, all other layers stay on the meta
+device.
 """
 
 import copy
@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 def export_final(trainer: Any, dtype: torch.dtype) -> None:
     """Write the finished model to final/, and a LoRA adapter to adapter/, in the run directory.
 
-    All ranks call this, because gathering sharded weights is collective. Rank 0 writes to a
-    temporary directory and renames it, so final/ is never partial. The tensors get the type
-    `dtype`, except tensors that the architecture keeps in float32.
+    All ranks must call this, to gather sharded weights. Rank 0 writes to a temporary directory and
+    renames the directory, so final/ is never partial. The tensors are saved as `dtype`, except
+    tensors that the architecture keeps in float32.
     """
     output_dir = Path(str(trainer.args.output_dir))
     model = live = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
@@ -63,12 +63,12 @@ def export_final(trainer: Any, dtype: torch.dtype) -> None:
 def merged_model(
     model: PeftModel, state: Mapping[str, Tensor], dtype: torch.dtype
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """Return the model without adapters (on the meta device) and {name: tensor} after merging.
+    """Return the model without adapters (on the meta device) and its merged tensors {name: tensor}.
 
-    state: all tensors by PEFT's names. Adapters are merged in float32 on the CPU, one module after
-    another. The merged tensors then get the type `dtype`. Tied tensors that differ after training
-    are no longer tied. Weights in 4 bits are dequantized before merging, because the adapters were
-    trained with the dequantized values.
+    state: {PEFT's name: tensor}. Adapters are merged in float32 on the CPU, one module after
+    another. The merged tensors are cast to `dtype`. Tied tensors that differ after training are no
+    longer tied. Weights in 4 bits are dequantized before merging, because the adapters were trained
+    with the dequantized values.
     """
     live: Any = model.get_base_model()
     config = copy.deepcopy(live.config)
@@ -89,7 +89,7 @@ def merged_model(
         if layer := packed.pop(f"{key}.base_layer", None):
             own["base_layer.weight"] = dequantized(layer, own["base_layer.weight"])
         if isinstance(module, TrainableTokensWrapper) and module.token_adapter.tied_adapter:
-            continue  # it is tied to the module that has the same adapter
+            continue  # its weight is tied to the module with the same adapter
         for name, value in _merged(module, own).state_dict().items():
             merged[f"{key}.{name}"] = cast(f"{key}.{name}", value)
     for key, layer in packed.items():
@@ -111,7 +111,7 @@ def _outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _merged(module: Any, state: Mapping[str, Tensor]) -> nn.Module:
-    """Return the base layer of a PEFT module, after merging the adapters into its weights.
+    """Merge the adapters of a PEFT module into its base layer, and return the base layer.
 
     state: all tensors of the module by name.
     """
@@ -131,7 +131,7 @@ def _merged(module: Any, state: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _untie(model: Any, state: dict[str, Tensor]) -> None:
-    """Remove copies of tied weights from `state`. If copies differ after training, untie them."""
+    """Remove copies of tied weights from `state`. Untie weights that differ after training."""
     tied = model.all_tied_weights_keys
     unlike = set()
     for name in [name for name, source in tied.items() if {name, source} <= state.keys()]:
@@ -149,7 +149,7 @@ def _untie(model: Any, state: dict[str, Tensor]) -> None:
 def _save(
     model: PreTrainedModel, state: dict[str, Tensor], directory: Path, dtype: torch.dtype
 ) -> None:
-    """Write the configuration and the weights to `directory`, with tensors of the type `dtype`.
+    """Write the configuration and the weights to `directory`, with tensors cast to `dtype`.
 
     Written tensors are removed from `state`.
     """
@@ -178,11 +178,11 @@ def _caster(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor
 
 @contextmanager
 def _directory(directory: Path, trainer: Any) -> Iterator[Path]:
-    """Yield a temporary directory to write a model into; afterwards rename it to `directory`.
+    """Yield a temporary directory for a model, and rename it to `directory` after the with block.
 
-    Before the renaming, add the tokenizer and the model card, and set the permissions of files. The
-    tokenizer gets the chat template of training without {% generation %}, which only training
-    needs. An older `directory` is deleted.
+    Before renaming, add the tokenizer and the model card, and set the permissions of files. The
+    saved chat template has no {% generation %} marks, which only training needs. An older
+    `directory` is deleted.
     """
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a run that ended during its export

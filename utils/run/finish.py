@@ -46,13 +46,13 @@ from utils.training.trainer import PackedTrainer
 
 logger = logging.getLogger(__name__)
 
-SPENT = -1  # finish_run's result if max_gpu_hours ended the run; the process exits with DONE
+SPENT = -1  # finish_run returns this if max_gpu_hours ended the run. The process exits with DONE.
 
 
 def run_callbacks(
     plan: RunPlan, data: RunData, launch: LaunchFacts, run: Run, checkpoints: Checkpoints
 ) -> Callbacks:
-    """Return the Trainer callbacks for a run's settings; pretrain.py and sft_train.py use them."""
+    """Create the Trainer callbacks for a run's settings."""
     settings, output_dir = plan.settings, checkpoints.output_dir
     options = settings.run
     inherited = early_stopping = average = profiler = None
@@ -76,8 +76,8 @@ def run_callbacks(
         checkpoints, progress, save_minutes=options.save_minutes or 0,
         budget_end=lambda: end_of_budget(output_dir, options.max_gpu_hours),
     )  # fmt: skip
-    # With micro-batches padded to their longest sequence, the peak of short micro-batches does not
-    # tell whether long ones fit, so no headroom is predicted.
+    # Micro-batches padded to their longest document have different sizes. The peak of short ones
+    # does not tell whether long ones fit, so no headroom is predicted.
     memory = MemoryMonitor(0 if plan.to_longest else plan.memory.sequence_bytes)
     journal = Journal(checkpoints, memory, stop, launch.gpus)
     return Callbacks(
@@ -106,10 +106,10 @@ def run_callbacks(
 
 
 def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
-    """Evaluate at the last step, write final/ in the type `save_dtype`; return the exit code.
+    """Evaluate after the last step, write final/ as `save_dtype`, and return the exit code.
 
     A run that was stopped early is not evaluated and gets no final/, because the next start resumes
-    the run. The result is then STOPPED, or SPENT if max_gpu_hours stopped the run. Raises
+    it. Then the exit code is STOPPED, or SPENT if max_gpu_hours stopped the run. Raises
     ConfigurationError, before final/ is written, if another job has locked the run directory.
     """
     state, output_dir = trainer.state, Path(str(trainer.args.output_dir))
@@ -161,9 +161,9 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
 def leave_run(settings: RunSettings, launch: LaunchFacts, code: int) -> int:
     """Upload and benchmark final/, release the run lock, and return the process's exit code.
 
-    The settings push_to_hub and lm_eval_tasks ask for upload and benchmark. Only rank 0 does both,
-    and a failure of either does not change the exit code. code: the result of `finish_run`; SPENT
-    becomes DONE. The caller must delete the trainer before, because benchmarks need the memory.
+    The settings push_to_hub and lm_eval_tasks ask for upload and benchmarks. Rank 0 does both. A
+    failure of either does not change the exit code. code: the result of `finish_run`. SPENT becomes
+    DONE. The caller must delete the trainer first, because benchmarks need its memory.
     """
     args, tasks = settings.training, settings.run.lm_eval_tasks
     output_dir, push = settings.output_dir, settings.values["push_to_hub"]
@@ -187,9 +187,9 @@ def leave_run(settings: RunSettings, launch: LaunchFacts, code: int) -> int:
 
 
 def run_or_warn(setting: str, module: ModuleType, argv: list[str]) -> None:
-    """Call `main(argv)` of a module in utils.publish. If it fails, log the command to type.
+    """Call `main(argv)` of a module in utils.publish. If this fails, log a command to repeat it.
 
-    setting: the name of the setting that asks for the call; the log names it.
+    setting: the setting that the log names as the reason for the call.
     """
     try:
         module.main(argv)

@@ -47,7 +47,7 @@ STARTS_WITHOUT_PROGRESS = 3
 def check_same_start(settings: RunSettings, launch: LaunchFacts) -> None:
     """Raise UnfitClusterError if bf16 or activation_checkpointing (CHOSEN) differs between ranks.
 
-    Raise ConfigurationError if the ranks' files of --callbacks or --loss differ. Collective.
+    Raise ConfigurationError if files of --callbacks or --loss differ. All ranks must call this.
     """
     chosen = {name: (settings.values[name], settings.values.shown(name)) for name in CHOSEN}
     first, *others = gathered((chosen, settings.own_code.digests()))
@@ -66,11 +66,11 @@ def check_same_start(settings: RunSettings, launch: LaunchFacts) -> None:
 
 
 def check_storage(plan: RunPlan, launch: LaunchFacts) -> None:
-    """Make output_dir; check that every host can write there and that checkpoints fit.
+    """Make output_dir. Check that every host can write to output_dir and that checkpoints fit.
 
     Each host appends some bytes to a temporary file, because the free space does not show quotas.
-    Collective: all ranks raise the same StorageError, or a ConfigurationError if output_dir is a
-    file or has other files than a run's.
+    All ranks must call this, and raise the same error: StorageError, or ConfigurationError if
+    output_dir is a file or has files that no run wrote.
     """
     output_dir = plan.settings.output_dir
     first_ranks = {launch.hosts.index(host) for host in launch.hosts}  # the first of each host
@@ -96,7 +96,7 @@ def check_storage(plan: RunPlan, launch: LaunchFacts) -> None:
 def check_directory(output_dir: Path, *, writable: bool = True) -> Path:
     """Return output_dir or, if it does not exist yet, the nearest existing folder above it.
 
-    Raises ConfigurationError if output_dir is a file or has other files than a run's. With
+    Raises ConfigurationError if output_dir is a file or has files that no run wrote. With
     `writable`, raises StorageError if this user cannot write to the returned folder.
     """
     if output_dir.exists() and not output_dir.is_dir():
@@ -109,12 +109,12 @@ def check_directory(output_dir: Path, *, writable: bool = True) -> Path:
 
 
 def check_place(plan: RunPlan) -> str:
-    """Check that checkpoints fit and that GPU-hours are left; return a text with the free space.
+    """Check that checkpoints fit and that GPU-hours are left. Return a text with the free space.
 
     A new run needs room for all checkpoints that exist at the same time. A resumed run needs room
     for its next checkpoint. Checkpoints that `make_room` may delete count as free space. Raises
-    StorageError for too little space or a directory that is not writable, ConfigurationError if
-    output_dir is a file or max_gpu_hours are used.
+    StorageError for too little space or a directory that is not writable. Raises ConfigurationError
+    if output_dir is a file or max_gpu_hours are used up.
     """
     output_dir, keep = plan.settings.output_dir, plan.settings.training.save_total_limit
     there = check_directory(output_dir)
@@ -139,9 +139,9 @@ def check_place(plan: RunPlan) -> str:
 
 
 def _probe(mark: Path) -> None:
-    """Append to rank 0's temporary file `mark` from this host.
+    """Append some bytes to `mark`, the temporary file of rank 0.
 
-    Raises StorageError if this host does not see the file or cannot write to it.
+    Raises StorageError if this host does not see the file or cannot write to the file.
     """
     output_dir, end = mark.parent, time.monotonic() + SIGHT_LIMIT_S
     # List the directory, because NFS caches for a while that a single name was missing.
@@ -176,11 +176,10 @@ def _not_writable(output_dir: Path, reason: str) -> StorageError:
 def known_files(output_dir: Path) -> bool:
     """Return whether output_dir has a run.
 
-    Raises ConfigurationError for files that no start of a run wrote, and for a link in place of a
-    run's file.
+    Raises ConfigurationError for files that no run wrote, and for a link in place of a run's file.
     """
-    # Do not follow links, because another user may have made this directory. Do not raise for a
-    # damaged file of a run, because the start restores it.
+    # Do not follow links, because another user may have made this directory. Accept damaged files
+    # of a run, because the start restores them.
     for path in (output_dir / name for name in (CONFIG, PROVENANCE, FILE_NAME, FOLDER)):
         if path.is_symlink() or (path.name == FOLDER and path.is_file()):
             kind = "a link" if path.is_symlink() else "no folder"
@@ -209,10 +208,10 @@ def check_progress(
 ) -> None:
     """Raise NoProgressError if a requeued job has resumed three times at the step of this start.
 
-    starts: the list in provenance.json. resume_from: the checkpoint of this start, or None for step
+    starts: the list in provenance.json. resume_from: the checkpoint of this start. None means step
     0. job: the result of `slurm_job`. A job that was not requeued passes. Restarts inside a job
-    pass and are not counted. The job script checks them: after two starts at the same step it
-    requeues the job.
+    pass and are not counted, because the job script checks them. After two starts at the same step
+    the job script requeues the job.
     """
     if job is None or int(job["restart_count"] or 0) == 0 or int(job.get("restart_in_job") or 0):
         return

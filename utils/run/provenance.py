@@ -1,10 +1,10 @@
-"""provenance.json: a record of all starts of a run, and of the settings that each start changed.
+"""The record of all starts of a run in provenance.json, and checks of changed settings.
 
 A start is one execution of the script, and a resume is another start. config.yaml stays as the
 first start wrote it. The list `starts` in provenance.json has an entry for each start, with changed
 settings and with digests of data, tokenizer and model. A changed setting stays changed for all
-later starts. Settings such as the seed determine the numbers of a run (IDENTITY). To change one,
-the user has to give --accept_changes.
+later starts. Settings such as the seed determine the numbers of a run (IDENTITY). The user can
+change them only with --accept_changes.
 """
 
 import datetime
@@ -58,10 +58,10 @@ LAUNCHER = "slurm/launch_node.sh"
 def write_provenance(
     path: Path, launch: LaunchFacts, *, run_id: str, resumed_from: str | None, **facts: Any
 ) -> None:
-    """Append an entry for this start to the list `starts` in provenance.json; only on rank 0.
+    """Append an entry for this start to provenance.json. Only rank 0 calls this.
 
     resumed_from: the path of the loaded checkpoint, or None. facts: more fields of the entry, as
-    JSON values. A killed process leaves the old or the new file, never a partial file. Raises
+    JSON values. A killed process never leaves a partial file. Raises
     ConfigurationError if the old file is damaged.
     """
     devices = [launch.device]
@@ -94,7 +94,7 @@ def write_provenance(
 
 
 def slurm_job(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return {field: value} of this Slurm job from environment variables; None outside a job."""
+    """Return {field: value} of this Slurm job, or None outside a job."""
     if "SLURM_JOB_ID" not in environment:
         return None
     return {field: environment.get(name) for field, name in _SLURM_FIELDS.items()}
@@ -111,9 +111,9 @@ IDENTITY = frozenset({
     "bnb_4bit_quant_type", "use_bnb_nested_quant", "loss",
     "ddp_comm_hook",
 })  # fmt: skip
-# Settings that cannot change when a run resumes, even with --accept_changes, and the reason, which
-# continues the words "its checkpoints". torch restores the optimizer's param_groups, so a new
-# learning rate has no effect.
+# {setting: reason} of settings that cannot change when a run resumes, even with --accept_changes.
+# The reason continues the words "its checkpoints". torch restores the optimizer's param_groups, so
+# a new learning rate has no effect.
 IN_THE_CHECKPOINT = {
     name: why
     for why, names in {
@@ -129,12 +129,12 @@ IN_THE_CHECKPOINT = {
     for name in names.split()
 }
 WEIGHTS = ("model_name_or_path", "init_from")
-# Settings that name files: a new value may name the same contents, so the contents are compared.
+# Settings that name files. A new value may name the same contents, so the contents are compared.
 NAMES_CONTENTS = (
     "train_data", "tokenizer_name_or_path", "model_config", *WEIGHTS, "model_revision", "loss",
     "skip_documents",
 )  # fmt: skip
-# Contents that a resumed run may change: the change is logged.
+# Contents that may change when a run resumes. The change is logged.
 HARMLESS_CONTENTS = ("eval_data", "versions", "environment", "callbacks")
 # Settings that apply to a single start of a run, so a change is not reported.
 OF_THIS_START = frozenset({"accept_changes", "assume", "dry_run", "init_optimizer", "suggest"})
@@ -160,9 +160,9 @@ class Snapshot(NamedTuple):
 class Change:
     """A difference between two starts: a changed setting or changed contents of a file.
 
-    name: the setting, which also names the file. what: the name of the change in the log. old, new:
-    values or digests. note: a remark for the log. dangerous: whether the change needs
-    `--accept_changes NAME`. impossible: why even --accept_changes does not allow the change, or "".
+    name: the setting, whose value may name a file. what: the name of the change in the log. old,
+    new: values or digests. note: a remark for the log. dangerous: whether the change needs
+    `--accept_changes NAME`. impossible: why --accept_changes does not allow the change, or "".
     """
 
     name: str
@@ -178,7 +178,7 @@ class Change:
         return f"  {self.what}: {shown(self.old)} -> {shown(self.new)}{note}"
 
     def problem(self, output_dir: Path) -> str:
-        """Return the error text: why the run does not resume with this change, and what to type."""
+        """Return an error text that says why the run does not resume and what the user can type."""
         changed = f"its {self.what} is {shown(self.old)}, now it is {shown(self.new)}"
         if self.impossible:
             return (
@@ -193,7 +193,7 @@ class Change:
 
 
 def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
-    """Return {field: value} for provenance.json: digests of this start's inputs; package versions.
+    """Return {field: value} for provenance.json: digests of inputs, and package versions.
 
     The inputs are data, tokenizer, model and own code. Only rank 0 calls this.
     """
@@ -219,9 +219,9 @@ def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
 def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return {setting: {name: digest}} for the inputs of a start, such as data and weights.
 
-    facts: the result of `identity_facts`, or a start's entry in provenance.json. An input without a
-    known digest has {}. Several settings can name the model. Digests of its configuration are
-    always at the key model_config, and digests of its weights at model_name_or_path.
+    facts: the result of `identity_facts`, or a start's entry in provenance.json. Inputs without a
+    known digest get {}. Several settings can name the model. The key model_config always has the
+    digests of its configuration, and model_name_or_path the digests of its weights.
     """
     data, weights = facts.get("data") or {}, facts.get("base_weights") or {}
     variables = " ".join(map(without_indices, facts.get("environment") or ()))
@@ -234,7 +234,7 @@ def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         "eval_data": {split: data[split] for split in data if split != "train"},
         "versions": facts.get("versions") or {},
         "environment": {"variables": variables},
-        # A change is accepted by a setting's name. No setting orders the sums, so take the seed.
+        # The user accepts a change by a setting's name. No setting orders the sums, so use `seed`.
         "seed": {"version of the sums (their last bits)": facts.get("numerics", 1)},
         **{"callbacks": {}, "loss": {}, **facts.get("own_code", {})},
     }
@@ -244,7 +244,7 @@ def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def compare_samples(checkpoint: Path | None, plan: RunPlan) -> None:
     """Warn if a changed global batch makes the resumed run leave out or repeat samples.
 
-    checkpoint: the checkpoint to resume from; None for a new run.
+    checkpoint: the checkpoint to resume from. None means a new run.
     """
     if checkpoint is None:
         return
@@ -272,10 +272,10 @@ def accepted_changes(
     *,
     resumes: bool = False,
 ) -> dict[str, Any]:
-    """Log what changed since the last start; return fields for provenance.json, {} without changes.
+    """Log changes since the last start. Return fields for provenance.json, or {} without changes.
 
     facts: the result of `identity_facts`, and the script. derived: values that the plan chose for
-    settings that may be null. resumes: this start resumes from a checkpoint of another directory.
+    settings that may be null. resumes: whether this start resumes a run of another directory.
     Raises ConfigurationError for a change that the checkpoints do not allow, and for a dangerous
     change that is not in --accept_changes.
     """
@@ -322,7 +322,7 @@ def accepted_changes(
 
 
 def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Change]:
-    """Yield a Change for each difference of two starts. resumes: `now` loads a checkpoint."""
+    """Yield a Change for each difference. resumes: whether the start `now` loads a checkpoint."""
     dangerous = set()
     for name, new in now.settings.items():
         old, note, impossible = before.settings.get(name, new), "", ""
@@ -352,7 +352,7 @@ def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Chang
 
 
 def _other_shape(*contents: Mapping[str, Any]) -> str:
-    """Return a text on the first tensor whose shape differs between two configurations, or ""."""
+    """Return a text on the first tensor whose shape differs between configurations, or ""."""
     if not all(contents) or contents[0] == contents[1]:
         return ""
     shapes = []
@@ -369,20 +369,20 @@ def _other_shape(*contents: Mapping[str, Any]) -> str:
 
 
 def _as_before(name: str, old: Any, new: Any) -> bool:
-    """Return whether a checkpoint with a setting's old value can resume with the new value."""
+    """Return whether a checkpoint saved with the value `old` can resume with the value `new`."""
     if name == "metric_for_best_model":  # no metric so far, or the same metric
         return old is None or str(new).removeprefix("eval_") == old.removeprefix("eval_")
     return name == "optim" and {old, new} == {"adamw_torch", "adamw_torch_fused"}
 
 
 def _why_harmless(name: str, before: Snapshot, now: Snapshot, *, resumes: bool) -> str:
-    """Return why a new path or name in a setting does not change results, or "" if it may."""
+    """Return why a new path or name does not change results, or "" if results may change."""
     if name in WEIGHTS and resumes and not now.settings.get("use_peft"):
         return "the run resumes from weights of its own"  # LoRA's checkpoints have only adapters
     if name == "train_data":
         # Without weights the number of entries may differ: several raw files are one dataset.
         old, new = (train_sources(one.settings[name]).values() for one in (before, now))
-        if [*filter(None, old)] != [*filter(None, new)]:  # the mixture has other weights
+        if [*filter(None, old)] != [*filter(None, new)]:  # the sources' weights changed
             return ""
     kind = "model_name_or_path" if name in (*WEIGHTS, "model_revision") else name
     held, holds = (one.contents[kind] for one in (before, now))

@@ -28,9 +28,9 @@ LONGEST_PREPARATION_S = 24 * 3600
 def prepare_raw_data(settings: RunSettings) -> None:
     """Tokenize the raw files of train_data and eval_data, unless this is already done.
 
-    All ranks call this. Rank 0 starts worker processes, so that their memory is free before
-    training. The other ranks wait over gloo, at most a day. A dry run does not tokenize, but raises
-    Answer with the command that does. Raises ConfigurationError if the files are larger than
+    All ranks must call this. Rank 0 starts worker processes, so that their memory is free before
+    training. The other ranks wait over gloo, at most a day. A dry run raises Answer with the
+    command that tokenizes the files. Raises ConfigurationError if the files are larger than
     LARGEST_BYTES (1 GB), if this is a Slurm job, or if the files changed since the run began.
     """
     if (raw := settings.raw) is None:

@@ -1,7 +1,7 @@
 """Copies of the token datasets on each node's own disk (setting `stage_data`).
 
     FOLDER/stoker-data-UID/NAME        a copy, with the digests of its files in digests.json
-    FOLDER/stoker-data-UID/NAME.lock   locked by the job that copies, shared by the runs that read
+    FOLDER/stoker-data-UID/NAME.lock   a lock: exclusive while a job copies, shared while runs read
 
 NAME is a digest of the original files' paths, sizes and times. digests.json is written last. If no
 copy can be made, a run reads the original files.
@@ -43,10 +43,10 @@ AT_ONCE, CHUNK_BYTES, TRIES = 8, 2**23, 5
 
 
 def stage_data(settings: RunSettings, launch: LaunchFacts) -> RunSettings:
-    """Copy the datasets to each node's disk; return settings that name the copies.
+    """Copy the datasets to each node's disk. Return settings that name the copies.
 
-    The first rank of each node copies. A dataset that cannot be copied is read where it is. Without
-    `stage_data` or in a dry run, return the settings unchanged. Collective over ranks.
+    All ranks must call this. The first rank of each node copies. If a dataset cannot be copied, the
+    original is read. Without `stage_data` or in a dry run, return the settings unchanged.
     """
     if not settings.run.stage_data or settings.run.dry_run:
         return settings
@@ -63,9 +63,9 @@ def stage_data(settings: RunSettings, launch: LaunchFacts) -> RunSettings:
 
 
 def _stage(settings: RunSettings) -> dict[tuple[str, str], tuple[Path, Path]]:
-    """Copy all datasets to this node's disk; return {(directory, split): (original, copy)}.
+    """Copy all datasets to this node's disk. Return {(directory, split): (original, copy)}.
 
-    For a split that cannot be copied, log a warning and leave the split out.
+    If a split cannot be copied, log a warning and leave out the split.
     """
     data, wanted, copies = settings.data, settings.run.stage_data, {}
     splits = [(directory, "train") for directory in train_sources(data.train_data)]
@@ -79,7 +79,7 @@ def _stage(settings: RunSettings) -> dict[tuple[str, str], tuple[Path, Path]]:
 
 
 def _changed(copies: dict[tuple[str, str], tuple[Path, Path]]) -> list[tuple[str, str]]:
-    """Return the keys of `copies` whose original files changed after the copying; warn of each."""
+    """Return the keys of `copies` whose original files have changed, and log warnings."""
     changed = list[tuple[str, str]]()
     for split, (original, copy) in copies.items():
         try:
@@ -93,9 +93,9 @@ def _changed(copies: dict[tuple[str, str], tuple[Path, Path]]) -> list[tuple[str
 
 
 def _folder(wanted: bool | str) -> Path:
-    """Return the path of this user's folder for copies; make the folder if it does not exist.
+    """Return the path of this user's folder for copies. Create the folder if it does not exist.
 
-    wanted: the setting `stage_data`, which is a folder, or True to choose a disk of this node.
+    wanted: the setting `stage_data`: a folder, or True to choose a disk of this node.
     Raises OSError if there is no local disk, or if other users can write to the folder.
     """
     chosen = wanted if isinstance(wanted, str) else os.environ.get("STOKER_STAGE_DIR")
@@ -118,7 +118,7 @@ def _folder(wanted: bool | str) -> Path:
 
 
 def _file_system(path: Path) -> str:
-    """Return the type of the file system that has `path`, such as ext4; "" if it is unknown."""
+    """Return the type of the file system of `path`, such as ext4, or "" if it is unknown."""
     there, mounts = path.resolve(), psutil.disk_partitions(all=True)
     above = [mount for mount in mounts if there.is_relative_to(mount.mountpoint)]
     # If several file systems are mounted at one path, only the last is visible.
@@ -142,9 +142,9 @@ def _name(states: list[tuple[str, int, int]]) -> str:
 
 
 def _copy_of(original: Path, folder: Path) -> tuple[Path, Path]:
-    """Return (original, path of its copy); hold a lock on the copy until the process ends.
+    """Return (original, copy), and hold a lock on the copy until the process ends.
 
-    If there is no copy or a damaged one, make the copy. Raises OSError if this fails.
+    A missing or damaged copy is made first. Raises OSError if this fails.
     """
     files = _files(original)
     states = file_states(files)
@@ -169,10 +169,10 @@ def _copy_of(original: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def _make(copy: Path, files: list[Path], states: list[tuple[str, int, int]]) -> None:
-    """Copy `files` to the new folder `copy`, then write digests.json. Raises OSError.
+    """Copy `files` to the new folder `copy`, then write digests.json.
 
-    states: the files' paths, sizes and times before copying. Also raises OSError if they change
-    during copying.
+    states: the files' paths, sizes and times before copying. Raises OSError if this fails or if the
+    files change during copying.
     """
     if copy.exists():
         logger.warning("stage_data: %s is damaged or cut short: it is made again", copy)
@@ -195,9 +195,9 @@ def _make(copy: Path, files: list[Path], states: list[tuple[str, int, int]]) -> 
 
 
 def _make_room(folder: Path, size: int) -> None:
-    """Remove copies that no run uses until `size` bytes fit. Raises OSError if they cannot fit.
+    """Delete unused copies, least recently used first, until `size` bytes fit.
 
-    The copy that was used longest ago goes first.
+    Raises OSError if `size` bytes cannot fit.
     """
     copies, room = list[Path](), _free_bytes(folder)
     with contextlib.ExitStack() as locked:
@@ -235,7 +235,7 @@ def _is_whole(copy: Path, files: list[Path]) -> bool:
 
 
 def _digest(source: Path, target: Path = Path(os.devnull)) -> str:
-    """Copy a file to `target` (default: nowhere); return the BLAKE2b digest in hexadecimal."""
+    """Copy a file to `target` (default: nowhere), and return its BLAKE2b digest in hexadecimal."""
     digest = hashlib.blake2b()
     with source.open("rb") as read, target.open("wb") as written:
         while chunk := read.read(CHUNK_BYTES):

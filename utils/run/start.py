@@ -91,9 +91,9 @@ WEIGHT_FILES = (
 class Run:
     """The run in output_dir: a new run, or a run to resume from the checkpoint `resume_from`.
 
-    finished: no step is left and final/ exists. facts: values for provenance.json (script, digests
-    of inputs, changed settings). weights_from: the weights directory of --init_from; None if this
-    start does not load that directory.
+    finished: whether no step is left and final/ exists. facts: values for provenance.json (script,
+    digests of inputs, changed settings). weights_from: the weights directory of --init_from. None
+    means that this start does not load it.
     """
 
     run_id: str
@@ -104,7 +104,7 @@ class Run:
 
 
 def start_process(settings: RunSettings) -> LaunchFacts:
-    """Set up logging, access tokens, signals and safe unpickling; return the LaunchFacts.
+    """Set up logging, access tokens, signals and safe unpickling. Return the LaunchFacts.
 
     LaunchFacts are the rank, hosts and strategy. A dry run takes them from WORLD_SIZE and
     accelerate's environment variables. Raises ConfigurationError, for example if the processes are
@@ -140,7 +140,7 @@ def _settle_hub(settings: RunSettings) -> bool:
 def _launch(settings: RunSettings) -> LaunchFacts:
     """Check how the processes were launched, and return the launch.
 
-    Rank 0 copies the checkpoint of --resume_from_checkpoint into output_dir.
+    All ranks must call this. Rank 0 copies --resume_from_checkpoint to output_dir.
     """
     install_stop_signals()
     os.environ |= group_sizes(settings.values.environment)  # accelerate reads them
@@ -158,14 +158,14 @@ def _launch(settings: RunSettings) -> LaunchFacts:
         )
 
     if args.resume_from_checkpoint:
-        on_rank_0(adopt)  # before anything reads provenance.json there
+        on_rank_0(adopt)  # before anything reads provenance.json in output_dir
     guard_loading(launch.strategy)
     return launch
 
 
 def _planned_launch(settings: RunSettings) -> LaunchFacts:
     """Return the launch that a dry run assumes, from WORLD_SIZE and accelerate's variables."""
-    preflight.check_directory(settings.output_dir, writable=False)  # check_start looks at that
+    preflight.check_directory(settings.output_dir, writable=False)  # check_start checks writing
     world_size = settings.values.world_size
     # Without check_available a CUDA build of torch names CUDA even on a node without a GPU.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -195,13 +195,13 @@ def report_strategy(settings: RunSettings, launch: LaunchFacts) -> None:
 
 
 def start_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> tuple[Run, Checkpoints]:
-    """Lock output_dir and write provenance.json; return the run, and its store for checkpoints.
+    """Lock output_dir and write provenance.json. Return the run and its store for checkpoints.
 
-    An empty or missing directory gets a new run and config.yaml. A run with these settings in the
-    directory resumes from its newest undamaged checkpoint. Rank 0 decides for all ranks. Raises
+    An empty or missing directory gets a new run and config.yaml. A run with these settings resumes
+    from its newest undamaged checkpoint. All ranks must call this, and rank 0 decides. Raises
     ConfigurationError if the directory has another run or other files, StorageError for too little
-    space or damaged checkpoints, and NoProgressError if the starts of a requeued job resumed at the
-    same step several times.
+    space or damaged checkpoints, and NoProgressError if a requeued job resumed at the same step
+    several times.
     """
     settings = plan.settings
     preflight.check_storage(plan, launch)
@@ -237,7 +237,7 @@ def start_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> tuple[Run, C
 
 
 def _claim(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
-    """Lock output_dir, find the run, write config.yaml and provenance.json; return the run.
+    """Lock output_dir, find the run, and write config.yaml and provenance.json. Return the run.
 
     Only rank 0 calls this. A resumed run keeps its config.yaml.
     """
@@ -279,7 +279,7 @@ def _claim(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
 
 
 def check_start(plan: RunPlan, data: RunData, config: PreTrainedConfig, launch: LaunchFacts) -> int:
-    """Check output_dir and weights for a dry run. Return 0, or raise the error of a real start."""
+    """Check output_dir and weights in a dry run. Return 0, or raise the error of a real start."""
     settings, output_dir = plan.settings, plan.settings.output_dir
     try:
         preflight.check_place(plan)
@@ -307,10 +307,10 @@ def check_start(plan: RunPlan, data: RunData, config: PreTrainedConfig, launch: 
 
 
 def find_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
-    """Return the run in output_dir; for a directory without a run, return a new run.
+    """Return the run in output_dir, or a new run if output_dir has no run.
 
     Only rank 0 calls this. Raises ConfigurationError if the run cannot resume with these settings
-    or output_dir has other files, StorageError if all checkpoints are damaged.
+    or output_dir has other files. Raises StorageError if all checkpoints are damaged.
     """
     settings, output_dir = plan.settings, plan.settings.output_dir
     dry_run = settings.run.dry_run
@@ -353,10 +353,10 @@ def find_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
 def _check_weights(
     settings: RunSettings, config: PreTrainedConfig, origin: Path | None, new_tokens: Sequence[int]
 ) -> None:
-    """Compare the names and shapes of the tensors in the weights files with the model's.
+    """Check that the tensors in the weights files have the names and shapes of the model's tensors.
 
     origin: the weights directory of --init_from, or None. Raises ConfigurationError if names or
-    shapes differ, or if a job, which has no network, needs weights that are not in the Hub cache.
+    shapes differ, or if weights are missing from the Hub cache and there is no network.
     """
     model = settings.model
     if origin is None and (model.init_from is not None or model.model_config is not None):

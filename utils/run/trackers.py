@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_trackers(settings: RunSettings, name: str | None, run_id: str, step: int) -> None:
-    """Set up the trackers in `report_to`. They write to output_dir; a resume continues their runs.
+    """Set up the trackers in `report_to` to write to output_dir and to continue the same run.
 
     Sets environment variables that the user has not set, and calls `wandb.init`. Rank 0 calls this
-    before the Trainer is made. name: the run's name in wandb. step: the step of the checkpoint to
-    resume from, or 0.
+    before the Trainer is created. name: the run's name in wandb. step: the step of the checkpoint
+    to resume from, or 0.
     """
     place, default = settings.output_dir.absolute(), os.environ.setdefault
     reporters = set(settings.training.report_to or ())
@@ -31,13 +31,13 @@ def prepare_trackers(settings: RunSettings, name: str | None, run_id: str, step:
         if Path(folder).is_dir():
             from torch.utils.tensorboard import SummaryWriter
 
-            SummaryWriter(folder, purge_step=step + 1).close()  # hides steps that are repeated now
+            SummaryWriter(folder, purge_step=step + 1).close()  # hides steps that will repeat
     if "mlflow" in reporters:
         import mlflow
 
         default("MLFLOW_TRACKING_URI", f"sqlite:///{place}/mlflow.db")
         mlflow.set_experiment(default("MLFLOW_EXPERIMENT_NAME", "stoker"))
-        # MLflow chooses run ids itself. A tag finds the run that earlier starts made.
+        # MLflow chooses run ids itself. A tag identifies the run of earlier starts.
         tags = json.loads(os.environ.get("MLFLOW_TAGS", "{}")) | {"stoker_run_id": run_id}
         os.environ["MLFLOW_TAGS"] = json.dumps(tags)
         tagged = f"tags.stoker_run_id = '{run_id}'"
@@ -67,7 +67,7 @@ def prepare_wandb(output_dir: Path, run_id: str) -> None:
     for name, value in ours.items():
         os.environ.setdefault(f"WANDB_{name}", value)
     if any(redact(word) != word for word in sys.argv):
-        # wandb uploads the command line with its metadata; there is no switch for that part alone.
+        # wandb uploads the command line with its metadata. No switch excludes it alone.
         os.environ["WANDB_X_DISABLE_META"] = "true"
     if "WANDB_MODE" not in os.environ and (reason := _offline_reason()):
         os.environ["WANDB_MODE"], place = "offline", os.environ["WANDB_DIR"]
@@ -79,7 +79,7 @@ def prepare_wandb(output_dir: Path, run_id: str) -> None:
 
 
 def end_wandb(report: Path, stopped: bool) -> None:
-    """Store report.html in wandb, as a panel and an artifact; mark a stopped run as preempted.
+    """Store report.html in wandb as a panel and an artifact. Mark a stopped run as preempted.
 
     report: the path of report.html. Without the mark, wandb would show a stopped run as failed,
     because the exit code is not 0.
@@ -94,7 +94,7 @@ def end_wandb(report: Path, stopped: bool) -> None:
 
 
 def _offline_reason() -> str | None:
-    """Return a text on why wandb cannot go online; None if wandb can go online.
+    """Return why wandb cannot go online, or None if it can.
 
     Without this check a node without internet waits 90 seconds and then fails in `wandb.init`.
     """
