@@ -91,18 +91,18 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
             base = find_model(config["base_model_name_or_path"])
             say(f"{path} is an adapter of {base}.")
             settle_connection(base)
-        bare = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
+        lacks_tokenizer = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
         tokenizer = AutoTokenizer.from_pretrained(
-            base if bare else path, padding_side="left", trust_remote_code=False
+            base if lacks_tokenizer else path, padding_side="left", trust_remote_code=False
         )
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         accept_xlstm_kernels()
         model_config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         choose_xlstm_kernels(model_config, torch.device(device).type)
-        built = without_weights(model_config)  # refuses a model that would take hours to build
+        meta_model = without_weights(model_config)  # refuses a model that would take hours to build
         if not hasattr(model_config, "quantization_config"):  # else its tensors have other shapes
             check_without_loading(base, exact=False, config=model_config)
-            weights = built.num_parameters() * getattr(model_config.dtype, "itemsize", 4)
+            weights = meta_model.num_parameters() * getattr(model_config.dtype, "itemsize", 4)
             check_room(weights if device == "cpu" else 0, f"{base}: its weights take")
         loaded: Any = causal_lm_class(model_config).from_pretrained(
             base, config=model_config, dtype=dtype, device_map=device, output_loading_info=True
@@ -157,16 +157,16 @@ class ChatModel:
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
         self.settings = settings = self.model.generation_config
         known = settings.eos_token_id
-        ends = [*(known if isinstance(known, list) else [known]), self.tokenizer.eos_token_id]
+        end_ids = [*(known if isinstance(known, list) else [known]), self.tokenizer.eos_token_id]
         if templated:  # checkpoints do not list the token that ends a turn
             slow = limits(f"{self.path}: its chat template", RENDERING_BYTES)
             with slow, contextlib.suppress(Exception):  # some templates do not work in training
-                ends.append(end_of_turn_id(self.tokenizer))
-        settings.eos_token_id = list(dict.fromkeys(end for end in ends if end is not None))
+                end_ids.append(end_of_turn_id(self.tokenizer))
+        settings.eos_token_id = list(dict.fromkeys(end for end in end_ids if end is not None))
         settings.pad_token_id = self.tokenizer.pad_token_id
         settings.use_cache, settings.max_length = True, None  # training turns the cache off
-        usual = MAX_NEW_TOKENS_ON_CPU if self.model.device.type == "cpu" else MAX_NEW_TOKENS
-        settings.max_new_tokens = given.max_new_tokens or settings.max_new_tokens or usual
+        default_limit = MAX_NEW_TOKENS_ON_CPU if self.model.device.type == "cpu" else MAX_NEW_TOKENS
+        settings.max_new_tokens = given.max_new_tokens or settings.max_new_tokens or default_limit
         if given.greedy or given.temperature == 0:
             settings.do_sample = False
         elif given.temperature or given.top_p:
@@ -188,15 +188,15 @@ class ChatModel:
         Without a template, return the text of the only message. Raises ConfigurationError if the
         template refuses the messages, or if a model without a template gets several messages.
         """
-        asked = f"{messages[-1]['content']!r:.40} cannot be asked"
+        problem = f"{messages[-1]['content']!r:.40} cannot be asked"
         if self.template is not None:
-            with foreign(self.path, f"{asked}, its chat template refuses it"):
+            with foreign(self.path, f"{problem}, its chat template refuses it"):
                 adapted = self.template.adapted(messages)
                 chat = ChatDocument(adapted, PROBE, None, self.variables)
                 return self.template.render(chat, True)
         if len(messages) > 1 or self.variables:
             raise ConfigurationError(
-                f"{asked}: without a chat template the model continues one text; it takes no "
+                f"{problem}: without a chat template the model continues one text; it takes no "
                 "system text, earlier messages or --chat_template_kwargs."
             )
         return messages[0]["content"]
@@ -260,7 +260,7 @@ def talk(model: ChatModel, system: str | None) -> None:
 
     say(f"{COMMANDS}; Ctrl-C ends an answer, or the chat" if model.template else "/quit leaves")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # each Ctrl-C ends one answer
-    said = opening(system)
+    messages = opening(system)
     while True:
         try:
             text = input("> " if sys.stdin.isatty() else "").strip()
@@ -269,14 +269,14 @@ def talk(model: ChatModel, system: str | None) -> None:
                 return
             if command in ("/reset", "/system"):
                 system = rest if command == "/system" else system
-                said = opening(system)
+                messages = opening(system)
             elif re.fullmatch("/[a-z]+", command):
                 say(f"{command} is no command: {COMMANDS}")
             elif text:
-                asked = [*said, {"role": "user", "content": text}]
-                answer = model.answer(asked)
+                question = [*messages, {"role": "user", "content": text}]
+                answer = model.answer(question)
                 if model.template:
-                    said = [*asked, {"role": "assistant", "content": answer}]
+                    messages = [*question, {"role": "assistant", "content": answer}]
         except EOFError:
             return
         except ValueError as error:

@@ -32,7 +32,7 @@ from utils.plan.run_data import pack, sample_order
 from utils.prepare.values import LOCATIONS, Location, unpack_locations
 from utils.run.chat import load, say
 
-SHOWN = 160  # characters of a text
+TEXT_LENGTH = 160  # characters of a text
 # A part of a document: its JSON line, its token ids, and a mask of the tokens trained on.
 Part = tuple[dict[str, Any], np.ndarray, np.ndarray]
 
@@ -51,28 +51,28 @@ def show_step(run: Path, steps: str, as_json: bool, with_loss: bool) -> str:
         raise ConfigurationError(f"--step {steps}: give a step, as 61, or steps, as 51-60; {many}.")
     parts = [*documents_of_steps(history, range(first, last + 1))]
     losses = _add_losses(history, first, parts) if with_loss else "no losses (--no_loss)"
-    ranked = [row for row, *_ in parts]
-    for dataset in {row["dataset"] for row in ranked}:
-        own = [row for row in ranked if row["dataset"] == dataset]
-        sources = sources_of(Path(dataset), [row["document"] for row in own])
-        for row in own:
+    lines = [row for row, *_ in parts]
+    for dataset in {row["dataset"] for row in lines}:
+        documents = [row for row in lines if row["dataset"] == dataset]
+        sources = sources_of(Path(dataset), [row["document"] for row in documents])
+        for row in documents:
             row["source"] = sources.get(row["document"])
     # NaN comes first, because min(infinity, NaN) returns infinity. None comes last.
-    ranked.sort(key=lambda row: (row["loss"] is None, -min(math.inf, row["loss"] or 0.0)))
+    lines.sort(key=lambda row: (row["loss"] is None, -min(math.inf, row["loss"] or 0.0)))
     head = printable(f"{run}, step {steps}: {len(parts):,} documents, {losses}")
     if as_json:
         say(head)
-        return "\n".join(map(strict_json, ranked))
-    return "\n".join([head, *map(_shown, ranked)])
+        return "\n".join(map(strict_json, lines))
+    return "\n".join([head, *map(_document_text, lines)])
 
 
-def _shown(row: dict[str, Any]) -> str:
+def _document_text(row: dict[str, Any]) -> str:
     loss = "-" if row["loss"] is None else f"{row['loss']:.4f}"
     where = f"{row['dataset']} {row['document']}, tokens {row['start']} to {row['stop']}"
     if row["source"]:
         where += f", from {row['source']}"
     left_out = ", left out (skip_documents)" if row["skipped"] else ""
-    text = row["text"] if len(row["text"]) <= SHOWN else f"{row['text'][:SHOWN]}..."
+    text = row["text"] if len(row["text"]) <= TEXT_LENGTH else f"{row['text'][:TEXT_LENGTH]}..."
     return f"{loss:>9}  {printable(where + left_out)}\n{'':11}{printable(text)}"
 
 
@@ -89,7 +89,7 @@ def documents_of_steps(history: History, steps: Iterable[int]) -> Iterator[Part]
         starts = [n for n, one in enumerate(history.starts) if one.trained and one.done < step]
         start = starts[-1] if starts else len(history.starts) - 1
         if start not in opened:
-            opened[start] = _opened(history, start)
+            opened[start] = _open_data(history, start)
         rows, sampler, tokenizer = opened[start]
         paths = [dataset.path for dataset in rows.datasets]
         for part in rows.documents_in(sampler.sequences_of_step(step - 1)):
@@ -105,7 +105,7 @@ def documents_of_steps(history: History, steps: Iterable[int]) -> Iterator[Part]
             }, ids, targets  # fmt: skip
 
 
-def _opened(history: History, start: int) -> tuple[PackedDataset, GlobalBatchSampler, Any]:
+def _open_data(history: History, start: int) -> tuple[PackedDataset, GlobalBatchSampler, Any]:
     """Open the data of a start again, and return (dataset, batch sampler, tokenizer).
 
     start: an index into `history.starts`. Raises ConfigurationError if the data has changed.
@@ -113,8 +113,8 @@ def _opened(history: History, start: int) -> tuple[PackedDataset, GlobalBatchSam
     entries = [one.entry for one in history.starts[: start + 1]]
     settings, entry = settings_in_force(history.path, entries), entries[-1] if entries else {}
     names = {each.name for each in dataclasses.fields(DataArguments)} & settings.keys()
-    given = DataArguments(**{name: settings[name] for name in names})
-    data, _ = take_out_raw(given, str(settings["output_dir"]))
+    arguments = DataArguments(**{name: settings[name] for name in names})
+    data, _ = take_out_raw(arguments, str(settings["output_dir"]))
     recorded = (entry.get("data") or {}).get("train") or []
     datasets = [open_token_dataset(each, known=recorded) for each in train_sources(data.train_data)]
     if recorded and [each.description.fingerprint for each in datasets] != recorded:
@@ -122,8 +122,8 @@ def _opened(history: History, start: int) -> tuple[PackedDataset, GlobalBatchSam
             f"{', '.join(data.train_data)}: not the data that these steps trained on (another "
             "fingerprint): put that back to see their documents."
         )
-    tuning = entry.get("script") == "sft_train.py"
-    plans = [pack(dataset, data, fine_tuning=tuning) for dataset in datasets]
+    fine_tuning = entry.get("script") == "sft_train.py"
+    plans = [pack(dataset, data, fine_tuning=fine_tuning) for dataset in datasets]
     rows = PackedDataset(datasets, plans, skipped=read_skipped(data.skip_documents, datasets))
     order = sample_order(rows, data, settings["seed"])
     size, by_step = settings["global_batch_size"], settings.get("batch_warmup")
@@ -144,15 +144,15 @@ def sources_of(dataset: Path, documents: Iterable[int]) -> dict[int, str]:
         with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
             for batch, metadata in stream.iter_batches_with_custom_metadata():
                 end = first + batch.num_rows
-                own = wanted[bisect_left(wanted, first) : bisect_left(wanted, end)]
-                if own and metadata and LOCATIONS in metadata:
+                in_batch = wanted[bisect_left(wanted, first) : bisect_left(wanted, end)]
+                if in_batch and metadata and LOCATIONS in metadata:
                     locations = unpack_locations(metadata[LOCATIONS])
-                    sources |= {each: _printed(locations[each - first]) for each in own}
+                    sources |= {each: _location_text(locations[each - first]) for each in in_batch}
                 first = end
     return sources
 
 
-def _printed(location: Location) -> str:
+def _location_text(location: Location) -> str:
     if ".." in Path(location.path).parts:
         location = dataclasses.replace(location, path=str(Path(location.path).resolve()))
     if location.offset and not Path(location.path).is_file():  # no file to count lines in
@@ -175,18 +175,18 @@ def _add_losses(history: History, step: int, parts: Sequence[Part]) -> str:
         model, _ = load(str(checkpoint), None, "auto")
         say(f"computing {len(parts):,} losses on {model.device} (--no_loss prints without)")
         for row, ids, targets in parts:
-            row["loss"] = _loss(model, ids, targets)
+            row["loss"] = _document_loss(model, ids, targets)
     except (ConfigurationError, MemoryError, torch.OutOfMemoryError) as error:
         return f"no losses under {checkpoint.name}: {error}"
     return f"losses under {checkpoint.name} on {model.device}"
 
 
 @torch.inference_mode()
-def _loss(model: Any, ids: np.ndarray, targets: np.ndarray) -> float | None:
+def _document_loss(model: Any, ids: np.ndarray, targets: np.ndarray) -> float | None:
     """Return a document's mean loss over the tokens in the mask `targets`. None means no tokens."""
     if not targets.any():
         return None
     tokens = torch.from_numpy(ids.astype(np.int64)).to(model.device)
-    places = torch.from_numpy(np.flatnonzero(targets)).to(model.device)
-    logits = model(input_ids=tokens[None], use_cache=False).logits[0, places - 1]
-    return float(torch.nn.functional.cross_entropy(logits.float(), tokens[places]))
+    positions = torch.from_numpy(np.flatnonzero(targets)).to(model.device)
+    logits = model(input_ids=tokens[None], use_cache=False).logits[0, positions - 1]
+    return float(torch.nn.functional.cross_entropy(logits.float(), tokens[positions]))

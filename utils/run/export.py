@@ -50,13 +50,13 @@ def export_final(trainer: Any, dtype: torch.dtype) -> None:
         if isinstance(model, PeftModel):
             trained = {name for name, value in model.named_parameters() if value.requires_grad}
             adapters = {name: state[name] for name in trained}
-            with _directory(output_dir / ADAPTER, trainer) as partial:
+            with _export_directory(output_dir / ADAPTER, trainer) as partial:
                 model.save_pretrained(str(partial), state_dict=adapters)
             model, state = merged_model(model, state, dtype)
         else:
-            _untie(model, state)
-        with _directory(output_dir / FINAL, trainer) as partial:
-            _save(model, state, partial, dtype)
+            _remove_tied_copies(model, state)
+        with _export_directory(output_dir / FINAL, trainer) as partial:
+            _save_model(model, state, partial, dtype)
             write_processor_files(live.processor_files, trainer.processing_class, partial)
 
 
@@ -78,29 +78,28 @@ def merged_model(
         wrapped: Any = type(model)(type(live)(config), copy.copy(model.peft_config["default"]))
     clean.generation_config = live.generation_config
     clean._weight_conversions = getattr(live, "_weight_conversions", None)
-    cast = _caster(clean, dtype)
+    cast = _cast_function(clean, dtype)
     merged = {name.removeprefix("base_model.model."): value for name, value in state.items()}
     packed = packed_layers(live)
     for name in [name for name in merged if name.rpartition(".weight.")[0] in packed]:
         del merged[name]  # scales of the 4-bit weights
-    for key, module in list(_outermost(wrapped.base_model.model)):
+    for key, module in list(_outermost_peft_modules(wrapped.base_model.model)):
         names = [name for name in module.state_dict() if f"{key}.{name}" in merged]
         own = {name: merged.pop(f"{key}.{name}") for name in names}
         if layer := packed.pop(f"{key}.base_layer", None):
             own["base_layer.weight"] = dequantized(layer, own["base_layer.weight"])
         if isinstance(module, TrainableTokensWrapper) and module.token_adapter.tied_adapter:
             continue  # its weight is tied to the module with the same adapter
-        for name, value in _merged(module, own).state_dict().items():
+        for name, value in _merge_adapters(module, own).state_dict().items():
             merged[f"{key}.{name}"] = cast(f"{key}.{name}", value)
     for key, layer in packed.items():
         name = f"{key}.weight"
         merged[name] = cast(name, dequantized(layer, merged[name]))
-    _untie(clean, merged)
+    _remove_tied_copies(clean, merged)
     return clean, merged
 
 
-def _outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, module) of each PEFT module that is not inside another PEFT module."""
+def _outermost_peft_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     inside: tuple[str, ...] = ()
     for key, module in model.named_modules():
         if key.startswith(inside) and inside:
@@ -110,18 +109,18 @@ def _outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield key, module
 
 
-def _merged(module: Any, state: Mapping[str, Tensor]) -> nn.Module:
+def _merge_adapters(module: Any, state: Mapping[str, Tensor]) -> nn.Module:
     """Merge the adapters of a PEFT module into its base layer, and return the base layer.
 
     state: all tensors of the module by name.
     """
     module = copy.deepcopy(module)  # else the meta module would keep the tensors
-    floats = {
+    copies = {
         # Copy the tensors, because PEFT merges in place.
         name: value.to("cpu", torch.float32 if value.is_floating_point() else None, copy=True)
         for name, value in state.items()
     }
-    module.load_state_dict(floats, strict=False, assign=True)
+    module.load_state_dict(copies, strict=False, assign=True)
     if hasattr(module, "unload_and_optionally_merge_module"):
         return module.unload_and_optionally_merge_module(
             merge=True, safe_merge=False, adapter_names=None
@@ -130,30 +129,30 @@ def _merged(module: Any, state: Mapping[str, Tensor]) -> nn.Module:
     return module.get_base_layer()
 
 
-def _untie(model: Any, state: dict[str, Tensor]) -> None:
+def _remove_tied_copies(model: Any, state: dict[str, Tensor]) -> None:
     """Remove copies of tied weights from `state`. Untie weights that differ after training."""
     tied = model.all_tied_weights_keys
-    unlike = set()
+    differing = set()
     for name in [name for name, source in tied.items() if {name, source} <= state.keys()]:
         if torch.equal(state[name].cpu(), state[tied[name]].cpu()):
             del state[name]
         else:
-            unlike.add(name)
-    if unlike:
-        logger.info("final/: %s is no longer tied, as trained", ", ".join(sorted(unlike)))
+            differing.add(name)
+    if differing:
+        logger.info("final/: %s is no longer tied, as trained", ", ".join(sorted(differing)))
         config = model.config
         config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
-        model.all_tied_weights_keys = {name: tied[name] for name in tied.keys() - unlike}
+        model.all_tied_weights_keys = {name: tied[name] for name in tied.keys() - differing}
 
 
-def _save(
+def _save_model(
     model: PreTrainedModel, state: dict[str, Tensor], directory: Path, dtype: torch.dtype
 ) -> None:
     """Write the configuration and the weights to `directory`, with tensors cast to `dtype`.
 
     Written tensors are removed from `state`.
     """
-    cast = _caster(model, dtype)
+    cast = _cast_function(model, dtype)
     for name in state:
         state[name] = cast(name, state[name])
     model.config.use_cache = True  # training on packed sequences turns it off
@@ -166,7 +165,7 @@ def _save(
     config.save_pretrained(str(directory))
 
 
-def _caster(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor], Tensor]:
+def _cast_function(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor], Tensor]:
     kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
 
     def cast(name: str, value: Tensor) -> Tensor:
@@ -177,7 +176,7 @@ def _caster(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor
 
 
 @contextmanager
-def _directory(directory: Path, trainer: Any) -> Iterator[Path]:
+def _export_directory(directory: Path, trainer: Any) -> Iterator[Path]:
     """Yield a temporary directory for a model, and rename it to `directory` after the with block.
 
     Before renaming, add the tokenizer and the model card, and set the permissions of files. The
@@ -200,8 +199,8 @@ def _directory(directory: Path, trainer: Any) -> Iterator[Path]:
     best = trainer.args.load_best_model_at_end and state.best_model_checkpoint
     step = int(Path(best).name.rpartition("-")[2]) if best else state.global_step
     try:
-        data, whole = trainer.train_sequences.datasets, is_multimodal(trainer.model.config)
-        RunCard(partial, name, directory.parent, step, data, multimodal=whole).write()
+        data, multimodal = trainer.train_sequences.datasets, is_multimodal(trainer.model.config)
+        RunCard(partial, name, directory.parent, step, data, multimodal=multimodal).write()
     except Exception as error:  # other versions may have written the run's files
         logger.warning("%s: no model card could be made of the run's files: %r", directory, error)
     allowed = partial.stat().st_mode & 0o666  # the permissions that the umask allows

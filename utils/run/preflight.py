@@ -78,13 +78,13 @@ def check_storage(plan: RunPlan, launch: LaunchFacts) -> None:
     def open_directory() -> tuple[str, str]:
         room = check_place(plan)
         name = MARK + secrets.token_hex(8)
-        _append(output_dir / name)
+        _append_bytes(output_dir / name)
         return name, room
 
     name, room = on_rank_0(open_directory)
     mark = output_dir / name
     try:
-        on_every_rank(lambda: _probe(mark) if launch.rank in first_ranks else None)
+        on_every_rank(lambda: _append_to_mark(mark) if launch.rank in first_ranks else None)
     finally:
         if launch.rank == 0:
             mark.unlink(missing_ok=True)
@@ -101,11 +101,11 @@ def check_directory(output_dir: Path, *, writable: bool = True) -> Path:
     """
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")
-    there = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
-    if writable and not os.access(there, os.W_OK | os.X_OK):
-        raise _not_writable(output_dir, f"{there}: permission denied")
+    folder = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
+    if writable and not os.access(folder, os.W_OK | os.X_OK):
+        raise _not_writable_error(output_dir, f"{folder}: permission denied")
     known_files(output_dir)
-    return there
+    return folder
 
 
 def check_place(plan: RunPlan) -> str:
@@ -117,11 +117,11 @@ def check_place(plan: RunPlan) -> str:
     if output_dir is a file or max_gpu_hours are used up.
     """
     output_dir, keep = plan.settings.output_dir, plan.settings.training.save_total_limit
-    there = check_directory(output_dir)
+    folder = check_directory(output_dir)
     run_id = RunRecord(output_dir).run_id
     committed = [] if run_id is None else committed_checkpoints(output_dir, run_id)
     if committed and committed[0][1].step >= plan.total_steps:
-        return f"{readable(free_bytes(there))} free (all checkpoints are there)"
+        return f"{readable(free_bytes(folder))} free (all checkpoints are there)"
     if (most_hours := plan.settings.run.max_gpu_hours) is not None:
         used = hours_of(read_run(output_dir, whole=False))
         if used.total >= most_hours:
@@ -134,11 +134,11 @@ def check_place(plan: RunPlan) -> str:
         most = most_at_once(keep, max(1, plan.scheduled_saves))
         # Without a limit on the number of checkpoints, the user may move some away during the run.
         count = min(most, LEAST_KEPT) if keep is None else most
-    find_room(there, run_id, keep, plan.checkpoint_bytes, count)
-    return f"{readable(free_bytes(there))} free ({count} more checkpoint(s) needed)"
+    find_room(folder, run_id, keep, plan.checkpoint_bytes, count)
+    return f"{readable(free_bytes(folder))} free ({count} more checkpoint(s) needed)"
 
 
-def _probe(mark: Path) -> None:
+def _append_to_mark(mark: Path) -> None:
     """Append some bytes to `mark`, the temporary file of rank 0.
 
     Raises StorageError if this host does not see the file or cannot write to the file.
@@ -153,20 +153,20 @@ def _probe(mark: Path) -> None:
                 "own scratch)."
             )
         time.sleep(0.1)
-    _append(mark)
+    _append_bytes(mark)
 
 
-def _append(path: Path) -> None:
+def _append_bytes(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
             file.write(bytes(PROBE_BYTES))
             os.fsync(file.fileno())  # some quotas only fail here
     except OSError as error:
-        raise _not_writable(path.parent, str(error.strerror)) from error
+        raise _not_writable_error(path.parent, str(error.strerror)) from error
 
 
-def _not_writable(output_dir: Path, reason: str) -> StorageError:
+def _not_writable_error(output_dir: Path, reason: str) -> StorageError:
     return StorageError(
         f"{host_name()}: --output_dir {output_dir} cannot be written to ({reason}): check its "
         "owner and mode, your quota, and whether this host has it mounted read-only."
@@ -215,9 +215,9 @@ def check_progress(
     """
     if job is None or int(job["restart_count"] or 0) == 0 or int(job.get("restart_in_job") or 0):
         return
-    where = Path(resume_from or "step 0").name
+    step_name = Path(resume_from or "step 0").name
     number = sum(
-        Path(start["resumed_from"] or "step 0").name == where
+        Path(start["resumed_from"] or "step 0").name == step_name
         for start in starts
         if start["slurm"]
         and all(start["slurm"][key] == job[key] for key in ("cluster", "job_id"))
@@ -225,7 +225,7 @@ def check_progress(
     )
     if number >= STARTS_WITHOUT_PROGRESS:
         raise NoProgressError(
-            f"job {job['job_id']} began {number} times at {where} and reached no "
+            f"job {job['job_id']} began {number} times at {step_name} and reached no "
             "checkpoint beyond it. Look in its log for what ended it each time; if it was the time "
             "limit, give it more (--time) or save more often (a smaller save_steps). sbatch of the "
             "same command tries again."

@@ -130,27 +130,27 @@ IN_THE_CHECKPOINT = {
 }
 WEIGHTS = ("model_name_or_path", "init_from")
 # Settings that name files. A new value may name the same contents, so the contents are compared.
-NAMES_CONTENTS = (
+FILE_SETTINGS = (
     "train_data", "tokenizer_name_or_path", "model_config", *WEIGHTS, "model_revision", "loss",
     "skip_documents",
 )  # fmt: skip
 # Contents that may change when a run resumes. The change is logged.
-HARMLESS_CONTENTS = ("eval_data", "versions", "environment", "callbacks")
+HARMLESS_INPUTS = ("eval_data", "versions", "environment", "callbacks")
 # Settings that apply to a single start of a run, so a change is not reported.
 OF_THIS_START = frozenset({"accept_changes", "assume", "dry_run", "init_optimizer", "suggest"})
-SEVERAL = 2  # with more changes than this, the user probably wants a new run
+MANY_CHANGES = 2  # with more changes than this, the user probably wants a new run
 # Increase these when a new version of Stoker changes the last bits of some runs.
 NUMERICS = 4
 NUMERICS_OF_FSDP2 = 5  # FSDP2 sums gradients over the ranks per micro-batch, not per step
 # The defaults of these settings depend on the machine and launch, so a dry run ignores changes.
-LEFT_OPEN = (
+HOST_DEFAULTS = (
     "bf16", "fp16", "use_cpu", "global_batch_size", "per_device_train_batch_size",
     "context_parallel",
 )  # fmt: skip
 
 
 class Snapshot(NamedTuple):
-    """The settings of a start, and digests of the inputs that settings name (see `_contents`)."""
+    """The settings of a start, and digests of its inputs (see `_input_digests`)."""
 
     settings: Mapping[str, Any]
     contents: Mapping[str, Mapping[str, Any]]
@@ -216,7 +216,7 @@ def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
     }
 
 
-def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def _input_digests(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return {setting: {name: digest}} for the inputs of a start, such as data and weights.
 
     facts: the result of `identity_facts`, or a start's entry in provenance.json. Inputs without a
@@ -225,7 +225,7 @@ def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """
     data, weights = facts.get("data") or {}, facts.get("base_weights") or {}
     variables = " ".join(map(without_indices, facts.get("environment") or ()))
-    held = {
+    digests = {
         "train_data": {"content fingerprint": data.get("train")},
         "skip_documents": facts.get("skip_documents") or {},
         "tokenizer_name_or_path": {"SHA-256": facts.get("tokenizer_sha256")},
@@ -238,7 +238,7 @@ def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         "seed": {"version of the sums (their last bits)": facts.get("numerics", 1)},
         **{"callbacks": {}, "loss": {}, **facts.get("own_code", {})},
     }
-    return {name: each if any(each.values()) else {} for name, each in held.items()}
+    return {name: each if any(each.values()) else {} for name, each in digests.items()}
 
 
 def compare_samples(checkpoint: Path | None, plan: RunPlan) -> None:
@@ -295,8 +295,8 @@ def accepted_changes(
     new = new | {name: value for name, value in same.items() if new[name] is None}
     resumes |= own_checkpoint(output_dir) is not None
     if settings.run.dry_run and resumes:
-        new = new | {name: old[name] for name in LEFT_OPEN if settings.values.rank(name) == 0}
-    before, now = Snapshot(old, _contents(starts[-1])), Snapshot(new, _contents(facts))
+        new = new | {name: old[name] for name in HOST_DEFAULTS if settings.values.rank(name) == 0}
+    before, now = Snapshot(old, _input_digests(starts[-1])), Snapshot(new, _input_digests(facts))
     changes = list(compare(before, now, resumes=resumes))
     if not changes:
         return {}
@@ -308,7 +308,7 @@ def accepted_changes(
         for change in changes
         if change.impossible or (change.dangerous and change.name not in accepted)
     ]
-    if len(problems) > SEVERAL:
+    if len(problems) > MANY_CHANGES:
         problems.insert(0, f"{output_dir} holds another run: for a new run add --output_dir NAME.")
     if problems and settings.run.assume:  # --assume only predicts, so any change is allowed
         logger.warning("a start would be refused: %s", "\n".join(problems))
@@ -328,30 +328,30 @@ def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Chang
         old, note, impossible = before.settings.get(name, new), "", ""
         if name in OF_THIS_START or new == old:
             continue
-        if name in NAMES_CONTENTS:
+        if name in FILE_SETTINGS:
             note = _why_harmless(name, before, now, resumes=resumes)
         elif name in ("max_steps", "max_tokens", "num_train_epochs"):
             note = f"the {now.settings['lr_scheduler_type']} schedule takes its new curve"
-        elif resumes and not _as_before(name, old, new):
+        elif resumes and not _is_compatible(name, old, new):
             impossible = IN_THE_CHECKPOINT.get(name, "")
         if name in IDENTITY and not note:
             dangerous.add(name)
         yield Change(name, name, old, new, note, name in dangerous, impossible)
     weights = "model_name_or_path" if now.settings["init_from"] is None else "init_from"
     config = weights if now.settings["model_config"] is None else "model_config"
-    for kind, held in before.contents.items():
+    for kind, old in before.contents.items():
         name = {"model_config": config, "model_name_or_path": weights}.get(kind, kind)
-        holds, impossible = now.contents.get(kind, {}), ""
+        new, impossible = now.contents.get(kind, {}), ""
         if kind == "model_config" and resumes:
-            impossible = _other_shape(held, holds)
-        keys = [key for key in held.keys() | holds.keys() if held.get(key) != holds.get(key)]
-        if held and holds and keys and (impossible or name not in dangerous):
+            impossible = _shape_difference(old, new)
+        keys = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
+        if old and new and keys and (impossible or name not in dangerous):
             key, note = min(keys), f"and {len(keys) - 1} more" if len(keys) > 1 else ""
-            what, ask = f"{name}: {key}", name not in HARMLESS_CONTENTS
-            yield Change(name, what, held.get(key), holds.get(key), note, ask, impossible)
+            what, is_dangerous = f"{name}: {key}", name not in HARMLESS_INPUTS
+            yield Change(name, what, old.get(key), new.get(key), note, is_dangerous, impossible)
 
 
-def _other_shape(*contents: Mapping[str, Any]) -> str:
+def _shape_difference(*contents: Mapping[str, Any]) -> str:
     """Return a text on the first tensor whose shape differs between configurations, or ""."""
     if not all(contents) or contents[0] == contents[1]:
         return ""
@@ -368,7 +368,7 @@ def _other_shape(*contents: Mapping[str, Any]) -> str:
     return ""
 
 
-def _as_before(name: str, old: Any, new: Any) -> bool:
+def _is_compatible(name: str, old: Any, new: Any) -> bool:
     """Return whether a checkpoint saved with the value `old` can resume with the value `new`."""
     if name == "metric_for_best_model":  # no metric so far, or the same metric
         return old is None or str(new).removeprefix("eval_") == old.removeprefix("eval_")
@@ -385,5 +385,5 @@ def _why_harmless(name: str, before: Snapshot, now: Snapshot, *, resumes: bool) 
         if [*filter(None, old)] != [*filter(None, new)]:  # the sources' weights changed
             return ""
     kind = "model_name_or_path" if name in (*WEIGHTS, "model_revision") else name
-    held, holds = (one.contents[kind] for one in (before, now))
-    return "the same contents" if held and held == holds else ""
+    old_digests, new_digests = (one.contents[kind] for one in (before, now))
+    return "the same contents" if old_digests and old_digests == new_digests else ""

@@ -47,7 +47,7 @@ def _prepare_once(settings: RunSettings, raw: RawData) -> None:
     from utils.run.preflight import known_files
 
     output_dir = settings.output_dir
-    arguments = _arguments(settings, raw)
+    arguments = _preparation_arguments(settings, raw)
     names, command = " ".join(raw.sources), prepare_command(arguments)
     known_files(output_dir)
     fetch(arguments)
@@ -93,7 +93,7 @@ def _prepare_once(settings: RunSettings, raw: RawData) -> None:
     finish_preparation(planned, apart=True)
 
 
-def _arguments(settings: RunSettings, raw: RawData) -> PreparationArguments:
+def _preparation_arguments(settings: RunSettings, raw: RawData) -> PreparationArguments:
     from utils.model.stages import stage_tokenizer
 
     tokenizer = raw.tokenizer or settings.model.model_name_or_path or stage_tokenizer(settings)

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 DIGESTS = "digests.json"
 LOCAL_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "overlay")
-AT_ONCE, CHUNK_BYTES, TRIES = 8, 2**23, 5
+THREADS, CHUNK_BYTES, TRIES = 8, 2**23, 5
 
 
 def stage_data(settings: RunSettings, launch: LaunchFacts) -> RunSettings:
@@ -52,17 +52,17 @@ def stage_data(settings: RunSettings, launch: LaunchFacts) -> RunSettings:
         return settings
     first = launch.hosts.index(launch.hosts[launch.rank])
     group = cpu_group(LONGEST_PREPARATION_S)
-    own = on_every_rank(lambda: _stage(settings) if launch.rank == first else {}, group)[first]
+    own = on_every_rank(lambda: _copy_all(settings) if launch.rank == first else {}, group)[first]
     # A dataset may have changed between the copies of two nodes.
     checks = launch.rank == first and len({*launch.hosts}) > 1
-    changed = on_every_rank(lambda: _changed(own) if checks else [], group)
+    changed = on_every_rank(lambda: _changed_splits(own) if checks else [], group)
     if group is not None:
         torch.distributed.destroy_process_group(group)
     left_out = {split for splits in changed for split in splits}
     return replace(settings, staged={split: own[split] for split in own if split not in left_out})
 
 
-def _stage(settings: RunSettings) -> dict[tuple[str, str], tuple[Path, Path]]:
+def _copy_all(settings: RunSettings) -> dict[tuple[str, str], tuple[Path, Path]]:
     """Copy all datasets to this node's disk. Return {(directory, split): (original, copy)}.
 
     If a split cannot be copied, log a warning and leave out the split.
@@ -72,18 +72,18 @@ def _stage(settings: RunSettings) -> dict[tuple[str, str], tuple[Path, Path]]:
     splits += [(directory, name) for name, directory in eval_splits(data.eval_data).items()]
     for split in splits:
         try:
-            copies[split] = _copy_of(find_split(*split), _folder(wanted))
+            copies[split] = _locked_copy(find_split(*split), _folder(wanted))
         except (ConfigurationError, OSError) as error:
             logger.warning("stage_data: %s is read where it is: %s", split[0], error)
     return copies
 
 
-def _changed(copies: dict[tuple[str, str], tuple[Path, Path]]) -> list[tuple[str, str]]:
+def _changed_splits(copies: dict[tuple[str, str], tuple[Path, Path]]) -> list[tuple[str, str]]:
     """Return the keys of `copies` whose original files have changed, and log warnings."""
     changed = list[tuple[str, str]]()
     for split, (original, copy) in copies.items():
         try:
-            is_same = _name(file_states(_files(original))) == copy.name
+            is_same = _copy_name(file_states(_split_files(original))) == copy.name
         except (ConfigurationError, OSError):
             is_same = False
         if not is_same:
@@ -109,23 +109,23 @@ def _folder(wanted: bool | str) -> Path:
         raise OSError(f"{chosen} is no folder on this node: name one in STOKER_STAGE_DIR")
     folder = Path(chosen) / f"stoker-data-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found, above = folder.lstat(), folder.parent.stat().st_mode
-    is_private = stat.filemode(found.st_mode) in ("drwx------", "drwx--S---")
-    is_replaceable = above & stat.S_IWOTH and not above & stat.S_ISVTX
-    if found.st_uid != os.getuid() or not is_private or is_replaceable:
+    state, parent_mode = folder.lstat(), folder.parent.stat().st_mode
+    is_private = stat.filemode(state.st_mode) in ("drwx------", "drwx--S---")
+    is_replaceable = parent_mode & stat.S_IWOTH and not parent_mode & stat.S_ISVTX
+    if state.st_uid != os.getuid() or not is_private or is_replaceable:
         raise OSError(f"{folder} is not yours alone (owner, mode 700): name another folder")
     return folder
 
 
 def _file_system(path: Path) -> str:
     """Return the type of the file system of `path`, such as ext4, or "" if it is unknown."""
-    there, mounts = path.resolve(), psutil.disk_partitions(all=True)
-    above = [mount for mount in mounts if there.is_relative_to(mount.mountpoint)]
+    resolved, mounts = path.resolve(), psutil.disk_partitions(all=True)
+    above = [mount for mount in mounts if resolved.is_relative_to(mount.mountpoint)]
     # If several file systems are mounted at one path, only the last is visible.
     return max(reversed(above), key=lambda mount: len(mount.mountpoint)).fstype if above else ""
 
 
-def _files(original: Path) -> list[Path]:
+def _split_files(original: Path) -> list[Path]:
     """Return the paths of a split's files, sorted. Cache files of `datasets` are left out.
 
     Raises OSError if Arrow files of the split are in other folders.
@@ -137,29 +137,29 @@ def _files(original: Path) -> list[Path]:
     return files
 
 
-def _name(states: list[tuple[str, int, int]]) -> str:
+def _copy_name(states: list[tuple[str, int, int]]) -> str:
     return hashlib.blake2b(json.dumps(states).encode(), digest_size=16).hexdigest()
 
 
-def _copy_of(original: Path, folder: Path) -> tuple[Path, Path]:
+def _locked_copy(original: Path, folder: Path) -> tuple[Path, Path]:
     """Return (original, copy), and hold a lock on the copy until the process ends.
 
     A missing or damaged copy is made first. Raises OSError if this fails.
     """
-    files = _files(original)
+    files = _split_files(original)
     states = file_states(files)
-    copy = folder / _name(states)
+    copy = folder / _copy_name(states)
     lock = os.open(copy.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
         for _ in range(TRIES):
             fcntl.flock(lock, fcntl.LOCK_SH)  # waits for a job that copies
-            if _is_whole(copy, files):
+            if _is_undamaged(copy, files):
                 os.utime(lock)  # the last use
                 logger.info("stage_data: %s is read from %s", original, copy)
                 return original, copy
             with contextlib.suppress(BlockingIOError):  # another job is checking the copy
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _make(copy, files, states)
+                _make_copy(copy, files, states)
                 continue
             time.sleep(1)
         raise OSError(f"{copy} is damaged, and another job uses it")
@@ -168,7 +168,7 @@ def _copy_of(original: Path, folder: Path) -> tuple[Path, Path]:
         raise
 
 
-def _make(copy: Path, files: list[Path], states: list[tuple[str, int, int]]) -> None:
+def _make_copy(copy: Path, files: list[Path], states: list[tuple[str, int, int]]) -> None:
     """Copy `files` to the new folder `copy`, then write digests.json.
 
     states: the files' paths, sizes and times before copying. Raises OSError if this fails or if the
@@ -178,12 +178,12 @@ def _make(copy: Path, files: list[Path], states: list[tuple[str, int, int]]) -> 
         logger.warning("stage_data: %s is damaged or cut short: it is made again", copy)
         shutil.rmtree(copy)
     size = sum(size for _, size, _ in states)
-    _make_room(copy.parent, size)
+    _delete_unused_copies(copy.parent, size)
     logger.info("stage_data: copying %s to %s", readable(size), copy)
     try:
         copy.mkdir(mode=0o700)
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            digests = [*pool.map(_digest, files, [copy / file.name for file in files])]
+        with ThreadPoolExecutor(THREADS) as pool:
+            digests = [*pool.map(_copy_with_digest, files, [copy / file.name for file in files])]
         for file in files:
             shutil.copystat(file, copy / file.name)
         if file_states(files) != states:
@@ -194,7 +194,7 @@ def _make(copy: Path, files: list[Path], states: list[tuple[str, int, int]]) -> 
         raise
 
 
-def _make_room(folder: Path, size: int) -> None:
+def _delete_unused_copies(folder: Path, size: int) -> None:
     """Delete unused copies, least recently used first, until `size` bytes fit.
 
     Raises OSError if `size` bytes cannot fit.
@@ -224,17 +224,17 @@ def _free_bytes(folder: Path) -> int:
     return min(free, memory_room_bytes() // 2) if _file_system(folder) == "tmpfs" else free
 
 
-def _is_whole(copy: Path, files: list[Path]) -> bool:
+def _is_undamaged(copy: Path, files: list[Path]) -> bool:
     """Return whether the folder `copy` has all `files`, with the digests in its digests.json."""
     try:
         expected = json.loads((copy / DIGESTS).read_text(encoding="utf-8"))
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            return [*pool.map(_digest, [copy / file.name for file in files])] == expected
+        with ThreadPoolExecutor(THREADS) as pool:
+            return [*pool.map(_copy_with_digest, [copy / file.name for file in files])] == expected
     except (OSError, ValueError):
         return False
 
 
-def _digest(source: Path, target: Path = Path(os.devnull)) -> str:
+def _copy_with_digest(source: Path, target: Path = Path(os.devnull)) -> str:
     """Copy a file to `target` (default: nowhere), and return its BLAKE2b digest in hexadecimal."""
     digest = hashlib.blake2b()
     with source.open("rb") as read, target.open("wb") as written:

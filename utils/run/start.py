@@ -120,8 +120,8 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     if settings.training.log_level == "debug":  # NCCL reads these variables in the first collective
         for name in ("NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG"):
             os.environ.setdefault(name, "INFO")
-    launch = _planned_launch(settings) if settings.run.dry_run else _launch(settings)
-    if on_rank_0(lambda: _settle_hub(settings)):  # so that all ranks load the same commits
+    launch = _planned_launch(settings) if settings.run.dry_run else _real_launch(settings)
+    if on_rank_0(lambda: _choose_hub_mode(settings)):  # so that all ranks load the same commits
         stay_offline()
     report_strategy(settings, launch)
     if launch.device == "cpu" and not on_a_login_node(settings, launch):
@@ -131,13 +131,13 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     return launch
 
 
-def _settle_hub(settings: RunSettings) -> bool:
+def _choose_hub_mode(settings: RunSettings) -> bool:
     model = settings.model
     is_offline = settle_connection(model.model_name_or_path, model.model_revision)
     return settle_connection(settings.values["tokenizer_name_or_path"]) or is_offline
 
 
-def _launch(settings: RunSettings) -> LaunchFacts:
+def _real_launch(settings: RunSettings) -> LaunchFacts:
     """Check how the processes were launched, and return the launch.
 
     All ranks must call this. Rank 0 copies --resume_from_checkpoint to output_dir.
@@ -205,7 +205,7 @@ def start_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> tuple[Run, C
     """
     settings = plan.settings
     preflight.check_storage(plan, launch)
-    run = on_rank_0(lambda: _claim(plan, data, launch))
+    run = on_rank_0(lambda: _lock_and_record(plan, data, launch))
     remove_leftovers()
     background = None
     if settings.run.async_save and not run.finished:
@@ -236,7 +236,7 @@ def start_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> tuple[Run, C
     return run, checkpoints
 
 
-def _claim(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
+def _lock_and_record(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
     """Lock output_dir, find the run, and write config.yaml and provenance.json. Return the run.
 
     Only rank 0 calls this. A resumed run keeps its config.yaml.

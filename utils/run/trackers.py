@@ -22,12 +22,12 @@ def prepare_trackers(settings: RunSettings, name: str | None, run_id: str, step:
     before the Trainer is created. name: the run's name in wandb. step: the step of the checkpoint
     to resume from, or 0.
     """
-    place, default = settings.output_dir.absolute(), os.environ.setdefault
+    directory, default = settings.output_dir.absolute(), os.environ.setdefault
     reporters = set(settings.training.report_to or ())
     if "trackio" in reporters:
-        default("TRACKIO_DIR", f"{place}/trackio")
+        default("TRACKIO_DIR", f"{directory}/trackio")
     if "tensorboard" in reporters:
-        folder = default("TENSORBOARD_LOGGING_DIR", f"{place}/tensorboard")
+        folder = default("TENSORBOARD_LOGGING_DIR", f"{directory}/tensorboard")
         if Path(folder).is_dir():
             from torch.utils.tensorboard import SummaryWriter
 
@@ -35,7 +35,7 @@ def prepare_trackers(settings: RunSettings, name: str | None, run_id: str, step:
     if "mlflow" in reporters:
         import mlflow
 
-        default("MLFLOW_TRACKING_URI", f"sqlite:///{place}/mlflow.db")
+        default("MLFLOW_TRACKING_URI", f"sqlite:///{directory}/mlflow.db")
         mlflow.set_experiment(default("MLFLOW_EXPERIMENT_NAME", "stoker"))
         # MLflow chooses run ids itself. A tag identifies the run of earlier starts.
         tags = json.loads(os.environ.get("MLFLOW_TAGS", "{}")) | {"stoker_run_id": run_id}
@@ -70,11 +70,11 @@ def prepare_wandb(output_dir: Path, run_id: str) -> None:
         # wandb uploads the command line with its metadata. No switch excludes it alone.
         os.environ["WANDB_X_DISABLE_META"] = "true"
     if "WANDB_MODE" not in os.environ and (reason := _offline_reason()):
-        os.environ["WANDB_MODE"], place = "offline", os.environ["WANDB_DIR"]
-        usual, other = f"python status.py {place} --sync", f"wandb sync {place}/wandb"
+        os.environ["WANDB_MODE"], directory = "offline", os.environ["WANDB_DIR"]
+        usual, other = f"python status.py {directory} --sync", f"wandb sync {directory}/wandb"
         logger.info(
             "wandb: offline, because %s. Upload later from a machine with internet: %s",
-            reason, usual if place == ours["DIR"] else other,
+            reason, usual if directory == ours["DIR"] else other,
         )  # fmt: skip
 
 

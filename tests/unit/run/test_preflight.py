@@ -44,9 +44,9 @@ def test_a_host_that_does_not_see_the_directory_is_named(tmp_path, monkeypatch):
     for path in (tmp_path / "absent", tmp_path):
         told = rf"n1: --output_dir {path} is not the directory that rank 0 made on another host"
         with pytest.raises(StorageError, match=told):
-            preflight._probe(path / "mark")
+            preflight._append_to_mark(path / "mark")
     (tmp_path / "mark").touch()
-    preflight._probe(tmp_path / "mark")
+    preflight._append_to_mark(tmp_path / "mark")
 
 
 def test_a_file_system_without_room_for_a_file_is_refused(small_disk, monkeypatch):

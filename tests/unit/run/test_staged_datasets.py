@@ -165,14 +165,14 @@ def test_a_damaged_copy_that_a_run_uses_stays_and_others_read_the_original(data,
 def test_of_several_jobs_at_once_one_copies_and_the_others_wait(
     data, disk, tmp_path, monkeypatch, caplog
 ):
-    make, made = staging._make, tmp_path / "made"
+    make, made = staging._make_copy, tmp_path / "made"
 
     def noted(*words: Any) -> None:
         with made.open("a") as file:
             file.write(f"{words[0]}\n")
         make(*words)
 
-    monkeypatch.setattr(staging, "_make", noted)
+    monkeypatch.setattr(staging, "_make_copy", noted)
     with contextlib.ExitStack() as jobs:
         starts = [jobs.enter_context(started(disk, data)) for _ in range(4)]
         copies = [start() for start in starts]
@@ -213,14 +213,14 @@ def test_room_is_made_by_removing_the_oldest_copy_that_no_run_uses(data, disk, m
 
 
 def test_a_failed_copy_leaves_nothing_and_no_lock(data, disk, caplog, monkeypatch):
-    digest = staging._digest
+    digest = staging._copy_with_digest
 
     def full(source: Path, target: Path = Path(os.devnull)) -> str:
         if target.suffix == ".arrow":
             raise OSError(28, "No space left on device")
         return digest(source, target)
 
-    monkeypatch.setattr(staging, "_digest", full)
+    monkeypatch.setattr(staging, "_copy_with_digest", full)
     with caplog.at_level(logging.WARNING):
         assert stage_data(settings_of(disk, data), ONE).staged == {}
     assert "No space left on device" in caplog.text
@@ -329,7 +329,7 @@ def test_a_dataset_that_changed_before_all_nodes_had_it_is_read_where_it_is(
     data, disk, caplog, monkeypatch
 ):
     other = Path(shutil.copytree(data, data.with_name("other")))
-    copy_of = staging._copy_of
+    copy_of = staging._locked_copy
 
     def append_meanwhile(original: Path, folder: Path) -> tuple[Path, Path]:
         made = copy_of(original, folder)
@@ -337,7 +337,7 @@ def test_a_dataset_that_changed_before_all_nodes_had_it_is_read_where_it_is(
             os.utime(data / "stoker.json")
         return made
 
-    monkeypatch.setattr(staging, "_copy_of", append_meanwhile)
+    monkeypatch.setattr(staging, "_locked_copy", append_meanwhile)
     two = replace(ONE, world_size=2, hosts=("n1", "n2"))
     assert [*stage_data(settings_of(disk, data, other), two).staged] == [(str(other), "train")]
     assert f"stage_data: {data} is read where it is: it has changed" in caplog.text
