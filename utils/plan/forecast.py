@@ -115,8 +115,9 @@ class Planner:
     def tokens_per_s(self, setup: Setup, recomputed: str, multi_gpu: float = MULTI_GPU[1]) -> float:
         """Return tokens per second of all GPUs together, padding included.
 
-        multi_gpu: the factor on each GPU's speed if there are several. GPUs of unknown speed count
-        as H100s. Raises ConfigurationError if the global batch does not divide into micro-batches.
+        multi_gpu: the factor on each GPU's speed in a run on several GPUs. GPUs of unknown speed
+        count as H100s. Raises ConfigurationError if the global batch does not divide into
+        micro-batches.
         """
         gpus, known = self.gpus, self.gpus if self.gpus.flops else DEFAULT_GPUS
         assert known.flops is not None
