@@ -71,7 +71,7 @@ def read_settings(
     entries = dict(without_sections(entries, declared))
     entries |= {name: Given(words, f"--{name}", FLAGS_RANK) for name, words in flags.items()}
     values = _checked_values(entries, declared, problems)
-    problems[:0] = _of_another_toolkit(entries, values)
+    problems[:0] = _import_advice(entries, values)
     for settlement in settle:
         with suppress(UnusableSettingError):  # the fault is already in `problems`
             settlement(values)
@@ -88,7 +88,7 @@ def read_settings(
     return values
 
 
-def _of_another_toolkit(entries: Mapping[str, Given], values: SettingValues) -> Iterator[str]:
+def _import_advice(entries: Mapping[str, Given], values: SettingValues) -> Iterator[str]:
     """Yield the import command for each recipe that has many unknown settings."""
     names = (name for name in values.unusable - values.declared.keys() if "." not in name)
     unknown = [entries[name] for name in names]  # the importer's toolkits have flat configs
@@ -124,7 +124,7 @@ def _checked_values(
             continue
         if name not in declared:
             known = [*declared, CONFIG_FLAG] if is_flag else [*declared]
-            typed = _as_typed(our_name(name, known), entry, declared)
+            typed = _value_as_typed(our_name(name, known), entry, declared)
             problems.append(place + unknown_name(written, known, typed))
             values.unusable.add(name)
             continue
@@ -144,8 +144,8 @@ def without_sections(
     """Yield (name, value) of all entries. A section `optimizer: {lr: 1}` becomes `optimizer.lr`."""
     for name, entry in entries.items():
         is_value = name in declared and f"{name}_overrides" not in declared
-        answered = name in refused() or not other_names().get(name, "x").isidentifier()
-        if isinstance(entry.value, dict) and entry.value and not (is_value or answered):
+        has_answer = name in refused() or not other_names().get(name, "x").isidentifier()
+        if isinstance(entry.value, dict) and entry.value and not (is_value or has_answer):
             inner = entry.value.items()
             parts = {f"{name}.{key}": replace(entry, value=value) for key, value in inner}
             yield from without_sections(parts, declared)
@@ -184,7 +184,7 @@ def with_value(mapping: Given | None, path: Sequence[str], entry: Given) -> Give
     return Given(whole, entry.source, entry.rank)
 
 
-def _as_typed(ours: str, entry: Given, declared: Mapping[str, Declaration]) -> str:
+def _value_as_typed(ours: str, entry: Given, declared: Mapping[str, Declaration]) -> str:
     """Return the value of `entry` as text to type after `ours`, Stoker's name of the setting.
 
     Returns "" if the value does not have the setting's type.
@@ -223,8 +223,8 @@ def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
         elif words is not None:
             words.append(word)
         else:
-            way = f"give it as {f'--config {word}' if is_recipe else '--NAME VALUE'}"
-            advice = "leave it out: each script has one task" if word in COMMANDS else way
+            hint = f"give it as {f'--config {word}' if is_recipe else '--NAME VALUE'}"
+            advice = "leave it out: each script has one task" if word in COMMANDS else hint
             problems.append(f"unexpected argument {word!r}: {advice}")
     if flags.get(CONFIG_FLAG) == []:
         problems.append(f"--{CONFIG_FLAG}: expected at least one recipe file")

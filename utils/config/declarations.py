@@ -131,16 +131,16 @@ def checked_value(declaration: Declaration, value: Any) -> Any:
         value = float(value)
     elif list in origins and str not in origins and not isinstance(value, list):
         value = [value]
-    if any(_fits(value, hint) for hint in types):
+    if any(_has_type(value, hint) for hint in types):
         return value
     names = dict.fromkeys(_TYPE_NAMES.get(get_origin(hint) or hint, str(hint)) for hint in types)
     raise ValueError(f"expected {' or '.join(names)}, got {got}")
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _has_type(value: Any, hint: Any) -> bool:
     if isinstance(value, list) and get_origin(hint) is list:
         elements = _members(*get_args(hint))
-        return all(any(_fits(item, element) for element in elements) for item in value)
+        return all(any(_has_type(item, element) for element in elements) for item in value)
     return type(value) is (get_origin(hint) or hint)  # isinstance would take true for an int
 
 
@@ -274,11 +274,11 @@ class SettingValues(Mapping[str, Any]):
         except ConfigurationError:
             raise
         except ValueError as error:
-            said = str(error)
-            if "bf16/gpu" in said:
-                said = f"{self.shown('bf16')}: no GPU here computes in bfloat16: give --bf16 false "
-                said += "(or --use_cpu true, to train on the CPU)"
-            raise ConfigurationError(said) from error
+            text = str(error)
+            if "bf16/gpu" in text:
+                text = f"{self.shown('bf16')}: no GPU here computes in bfloat16: give --bf16 false "
+                text += "(or --use_cpu true, to train on the CPU)"
+            raise ConfigurationError(text) from error
 
 
 # A function that reads the values of all settings and yields a line per fault.

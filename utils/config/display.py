@@ -30,9 +30,9 @@ def help_text(
         description = description.partition("\n")[0]
     head = f"usage: {prog} [--config RECIPE.yaml ...] [--SETTING VALUE ...]\n\n{description}\n"
     if list(words) == ["all"] or not (words or is_run):
-        return head + "\n".join(_all(declared)) + "\n"
+        return head + "\n".join(_full_help(declared)) + "\n"
     if not words:
-        return head + "\n".join(_short(declared, prog)) + "\n"
+        return head + "\n".join(_short_help(declared, prog)) + "\n"
     names = [word.lstrip("-").replace("-", "_") for word in words]
     topics = _topics(declared)
     problems = []
@@ -43,7 +43,7 @@ def help_text(
             problems.append(f"{unknown_name(name, declared)}{near}; topics: {', '.join(topics)}")
     if problems:
         raise ConfigurationError(problems)
-    texts = [_story(declared[each]) if each in declared else topics[each] for each in names]
+    texts = [_setting_page(declared[each]) if each in declared else topics[each] for each in names]
     return "\n\n".join("\n".join(text) for text in texts) + "\n"
 
 
@@ -53,12 +53,12 @@ def _topics(declared: Mapping[str, Declaration]) -> dict[str, list[str]]:
     for topic, content in help_file()["topics"].items():
         found = [declared[name] for name in content["settings"].split() if name in declared]
         if len(found) > 1:
-            lines = [line for each in found for line in _entry(each)]
+            lines = [line for each in found for line in _setting_lines(each)]
             topics[topic] = [content["about"], *lines]
     return topics
 
 
-def _short(declared: Mapping[str, Declaration], prog: str) -> Iterator[str]:
+def _short_help(declared: Mapping[str, Declaration], prog: str) -> Iterator[str]:
     texts = help_file()
     left_out = texts["fine_tuning_only"].split() if prog == "pretrain.py" else []
     for title, names in texts["short"].items():
@@ -68,11 +68,11 @@ def _short(declared: Mapping[str, Declaration], prog: str) -> Iterator[str]:
                 continue
             declaration = declared[name]
             sentence = re.split(r"(?<=[a-z`)])\. ", declaration.help)[0].rstrip(".")
-            text = textwrap.shorten(sentence, 160, placeholder=" ...") + _default(declaration)
-            yield from _columns(f"--{name} {placeholder(declaration)}", text)
+            text = textwrap.shorten(sentence, 160, placeholder=" ...") + _default_text(declaration)
+            yield from _two_columns(f"--{name} {placeholder(declaration)}", text)
     yield "\nThe command"
     for flag, text in texts["flags"].items():
-        yield from _columns(f"--{flag}", text)
+        yield from _two_columns(f"--{flag}", text)
     topics = f"A topic: --help {'|'.join(_topics(declared))}"
     yield ""
     yield from textwrap.wrap(topics, WIDTH, break_long_words=False)
@@ -82,41 +82,41 @@ def _short(declared: Mapping[str, Declaration], prog: str) -> Iterator[str]:
     )
 
 
-def _columns(left: str, right: str, at: int = 38) -> list[str]:
+def _two_columns(left: str, right: str, width: int = 38) -> list[str]:
     name, _, value = left.partition(" ")
-    if len(value) > (room := at - len(name) - 4):
+    if len(value) > (room := width - len(name) - 4):
         value = f"{value[: max(0, room - 3)].rpartition('|')[0]}|...".lstrip("|")
-    left = f"  {name} {value}".ljust(at)
-    return textwrap.wrap(left + right, WIDTH, subsequent_indent=" " * at, break_on_hyphens=False)
+    left = f"  {name} {value}".ljust(width)
+    return textwrap.wrap(left + right, WIDTH, subsequent_indent=" " * width, break_on_hyphens=False)
 
 
-def _all(declared: Mapping[str, Declaration]) -> Iterator[str]:
+def _full_help(declared: Mapping[str, Declaration]) -> Iterator[str]:
     """Yield the lines of `--help all`: class docstrings, and all settings with help and default."""
     yield "\nRecipes are YAML files of settings; later ones win over earlier ones, flags over all."
     for owner, declarations in itertools.groupby(declared.values(), lambda each: each.owner):
         yield f"\n{owner.__doc__}"
         for declaration in declarations:
-            yield from _entry(declaration)
+            yield from _setting_lines(declaration)
 
 
-def _entry(declaration: Declaration) -> list[str]:
+def _setting_lines(declaration: Declaration) -> list[str]:
     """Return the help lines of a setting: its flag, then the indented help text."""
     value, text, indent = placeholder(declaration), declaration.help, " " * 6
     if len(value) > 80:
         value, text = "CHOICE", f"{text}; one of {value.replace('|', ', ')}"
-    text += _default(declaration)
+    text += _default_text(declaration)
     text = textwrap.fill(text, 96, initial_indent=indent, subsequent_indent=indent)
     return [f"  --{declaration.name} {value}", text]
 
 
-def _default(declaration: Declaration) -> str:
+def _default_text(declaration: Declaration) -> str:
     if declaration.required:
         return " (required)"
     nothing = declaration.default in (None, [], {}, "")
     return "" if nothing else f" (default: {shown(declaration.default)})"
 
 
-def _story(declaration: Declaration) -> list[str]:
+def _setting_page(declaration: Declaration) -> list[str]:
     """Return the lines of `--help NAME` on a setting.
 
     They have its help, its library, the settings that switch it off, and documentation pages.
@@ -125,15 +125,15 @@ def _story(declaration: Declaration) -> list[str]:
     causes = dict.fromkeys(cause for cause, _, names in RULES if name in names.split())
     pages = [page for page, names in help_file()["pages"].items() if name in names.split()]
     facts = {
-        "a setting of": _library(declaration),
+        "a setting of": _declaring_library(declaration),
         "no effect with some values of": ", ".join(causes),
         "documents": ", ".join([*pages, "docs/settings.md"]),
     }
-    lines = [line for fact, text in facts.items() if text for line in _columns(fact, text)]
-    return [*_entry(declaration), *lines]
+    lines = [line for fact, text in facts.items() if text for line in _two_columns(fact, text)]
+    return [*_setting_lines(declaration), *lines]
 
 
-def _library(declaration: Declaration) -> str:
+def _declaring_library(declaration: Declaration) -> str:
     """Return the library that declares a setting and its default: Stoker, trl or transformers."""
     owners = declaration.owner.__mro__
     owner = next(each for each in owners if declaration.name in inspect.get_annotations(each))
@@ -158,8 +158,8 @@ def config_text(values: SettingValues, every: bool) -> str:
         elif name in values.given and changed:
             derived.append(entry_text(name, values.written(name), source))
         elif every:
-            whose = _library(values.declared[name])
-            defaults.append(entry_text(name, values.written(name), f"default ({whose})"))
+            library = _declaring_library(values.declared[name])
+            defaults.append(entry_text(name, values.written(name), f"default ({library})"))
     moot = [f"# {note}" for note in values.notes if " has no effect: " in note]
     parts = ["".join(lines), "\n".join(moot)]
     for title, texts in {"Derived, and again at each start": derived, "Defaults": defaults}.items():

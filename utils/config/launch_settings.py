@@ -30,12 +30,12 @@ BY_RECIPE = {
 }
 # Numbers of HSDP: copies of the sharded states, and ranks that share one copy.
 REPLICAS, SHARDS = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE"
-_DATA_PARALLEL = (REPLICAS, SHARDS)
-_USES_SIZES = "ACCELERATE_USE_PARALLELISM_CONFIG"
+_HSDP_SIZES = (REPLICAS, SHARDS)
+_USE_PARALLEL = "ACCELERATE_USE_PARALLELISM_CONFIG"
 # {setting on accumulation or exchange of gradients: libraries that ignore the setting}.
 OF_DDP = {"ddp_comm_hook": ("FSDP", "DEEPSPEED"), "batch_warmup": ("DEEPSPEED",)}
-_BY_DDP = "use strategy: multi_gpu, or leave it out"
-_OTHERS = "remove it: fsdp2 splits a model over all GPUs; toolkits with it: docs/parallelism.md"
+_USE_DDP = "use strategy: multi_gpu, or leave it out"
+_USE_FSDP2 = "remove it: fsdp2 splits a model over all GPUs; toolkits with it: docs/parallelism.md"
 
 
 def block(content: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
     sizes = block(config, "parallelism_config")
     variables |= {key.upper(): str(value) for key, value in sizes.items()}
     if config.get("parallelism_config"):
-        variables[_USES_SIZES] = "true"
+        variables[_USE_PARALLEL] = "true"
     compiler = block(config, "dynamo_config").get("dynamo_backend", config.get("dynamo_backend"))
     if compiler:
         variables["ACCELERATE_DYNAMO_BACKEND"] = str(compiler).upper()
@@ -77,7 +77,7 @@ def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
     return variables
 
 
-def _several(value: str) -> bool:
+def _exceeds_one(value: str) -> bool:
     with suppress(ValueError):
         return float(value) > 1
     return value.lower() != "none"
@@ -85,13 +85,13 @@ def _several(value: str) -> bool:
 
 # (variable, test for wrong values, reason); the reason completes "NAME VALUE: ...".
 WRONG: tuple[tuple[str, Callable[[str], bool], str], ...] = (
-    ("PARALLELISM_CONFIG_TP_SIZE", _several,
+    ("PARALLELISM_CONFIG_TP_SIZE", _exceeds_one,
      "tensor parallelism is not supported, ranks of a group would read different data and the loss "
-     f"would be wrong; {_OTHERS}"),
-    ("PARALLELISM_CONFIG_CP_SIZE", _several,
+     f"would be wrong; {_USE_FSDP2}"),
+    ("PARALLELISM_CONFIG_CP_SIZE", _exceeds_one,
      "accelerate's context parallelism lets packed documents attend to each other: remove it, and "
      "set context_parallel in the recipe"),
-    ("PARALLELISM_CONFIG_SP_SIZE", _several,
+    ("PARALLELISM_CONFIG_SP_SIZE", _exceeds_one,
      "accelerate's sequence parallelism makes the loss a mean per micro-batch: remove it, and set "
      "context_parallel in the recipe"),
     (PRECISION_VARIABLE, lambda value: value.lower() == "fp8",
@@ -114,12 +114,12 @@ def launch_faults(variables: Mapping[str, str]) -> Iterator[str]:
         if name in variables and is_wrong(variables[name]):
             key = name.removeprefix("ACCELERATE_").lower()
             yield f"{key} {variables[name]}: {why}"
-    for name in _DATA_PARALLEL:
-        if not _several(variables.get(name, "1")) or is_hybrid(variables):
+    for name in _HSDP_SIZES:
+        if not _exceeds_one(variables.get(name, "1")) or is_hybrid(variables):
             continue
-        if not is_true(_USES_SIZES, variables):
+        if not is_true(_USE_PARALLEL, variables):
             yield (
-                f"{name.lower()} {variables[name]} has no effect without {_USES_SIZES}=true: use "
+                f"{name.lower()} {variables[name]} has no effect without {_USE_PARALLEL}=true: use "
                 "accelerate_configs/hsdp.yaml with the setting dp_shard, or unset the variable"
             )
         else:
@@ -132,12 +132,12 @@ def launch_faults(variables: Mapping[str, str]) -> Iterator[str]:
 def is_hybrid(variables: Mapping[str, str]) -> bool:
     """Return whether the variables ask for HSDP: FSDP2 with copies of the sharded states."""
     fsdp2 = is_true("ACCELERATE_USE_FSDP", variables) and variables.get("FSDP_VERSION") == "2"
-    return fsdp2 and is_true(_USES_SIZES, variables)
+    return fsdp2 and is_true(_USE_PARALLEL, variables)
 
 
 def group_sizes(variables: Mapping[str, str]) -> dict[str, str]:
     """Return HSDP's group sizes as text, {REPLICAS: ..., SHARDS: ...}, or {} without HSDP."""
-    return {name: variables.get(name, "1") for name in _DATA_PARALLEL if is_hybrid(variables)}
+    return {name: variables.get(name, "1") for name in _HSDP_SIZES if is_hybrid(variables)}
 
 
 def derive_group_sizes(values: SettingValues) -> None:
@@ -157,7 +157,7 @@ def derive_group_sizes(values: SettingValues) -> None:
         values.notes.append(f"{values.shown('dp_shard')} has no effect on one process")
 
 
-def _group_faults(values: SettingValues) -> Iterator[str]:
+def _hsdp_faults(values: SettingValues) -> Iterator[str]:
     """Yield an error text if dp_shard or HSDP's group sizes do not fit the launch or each other."""
     processes, given = values.world_size, values["dp_shard"]
     if not is_hybrid(values.environment):
@@ -193,11 +193,11 @@ def check_launch_settings(values: SettingValues) -> Iterator[str]:
     faults = [*launch_faults(environment)]
     yield from (f"the accelerate config or command: {fault}" for fault in faults)
     if not faults:
-        yield from _group_faults(values)
+        yield from _hsdp_faults(values)
     for name, libraries in OF_DDP.items():
         used = [each for each in libraries if is_true(f"ACCELERATE_USE_{each}", environment)]
         if values[name] and used:
-            yield f"{values.shown(name)}: {used[0]} sums gradients in its own way: {_BY_DDP}"
+            yield f"{values.shown(name)}: {used[0]} sums gradients in its own way: {_USE_DDP}"
     file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if is_true("ACCELERATE_USE_DEEPSPEED", environment) and file != "none":
         yield from _deepspeed_file_faults(file, values, processes)
@@ -247,8 +247,8 @@ def _deepspeed_file_faults(file: str, values: SettingValues, processes: int) -> 
     parallel = {"sequence_parallel_size": content.get("sequence_parallel_size", 1)}
     parallel["autotp_size"] = content.get("tensor_parallel", {}).get("autotp_size", 1)
     for key, size in parallel.items():
-        if _several(str(size)):
-            yield f"{file}: {key} {size} is not supported; {_OTHERS}"
+        if _exceeds_one(str(size)):
+            yield f"{file}: {key} {size} is not supported; {_USE_FSDP2}"
 
 
 @contextmanager
@@ -259,11 +259,11 @@ def launch_for_libraries(values: SettingValues) -> Iterator[None]:
     dry run also removes the launcher's variables. With WORLD_SIZE=8, for example, accelerate would
     wait for processes that do not exist.
     """
-    hidden = {PRECISION_VARIABLE}
+    removed = {PRECISION_VARIABLE}
     if values["dry_run"]:
-        hidden |= {*LAUNCHER_VARIABLES}
-        hidden |= {name for name in values.environment if name.startswith(MPI_VARIABLES)}
-    new: dict[str, str | None] = {**values.environment, **dict.fromkeys(hidden)}
+        removed |= {*LAUNCHER_VARIABLES}
+        removed |= {name for name in values.environment if name.startswith(MPI_VARIABLES)}
+    new: dict[str, str | None] = {**values.environment, **dict.fromkeys(removed)}
     # Other variables stay: accelerate sets some, and threads of NCCL read them.
     new = {name: value for name, value in new.items() if os.environ.get(name) != value}
     before = {name: os.environ.get(name) for name in new}

@@ -23,10 +23,10 @@ class OwnCode:
 
     def digests(self) -> dict[str, dict[str, str]]:
         """Return {"callbacks" or "loss": {name: SHA-256 of the file}}, for provenance.json."""
-        of_loss = {}
+        loss = {}
         if self.loss:
-            of_loss = {f"SHA-256 of {source_of(self.loss)[1]}": sha256_of(self.loss)}
-        return {"callbacks": {each: sha256_of(each) for each in self.callbacks}, "loss": of_loss}
+            loss = {f"SHA-256 of {source_of(self.loss)[1]}": sha256_of(self.loss)}
+        return {"callbacks": {each: sha256_of(each) for each in self.callbacks}, "loss": loss}
 
 
 def source_of(entry: str) -> tuple[Path, str]:
@@ -49,7 +49,7 @@ def load_own(entry: str) -> Any:
     """Run the file in `FILE.py:NAME` and return the object NAME. Raises ConfigurationError."""
     path, name = source_of(entry)
     try:
-        return getattr(_module(path.resolve()), name)
+        return getattr(_load_module(path.resolve()), name)
     except Exception as error:  # the user's file may raise anything
         raise ConfigurationError(f"{entry}: {type(error).__name__}: {error}") from error
 
@@ -69,7 +69,7 @@ def callback_class(entry: str) -> type[Any]:
 
 
 @cache
-def _module(path: Path) -> ModuleType:
+def _load_module(path: Path) -> ModuleType:
     """Run a Python file once. Return its module, which pickle finds in sys.modules."""
     name = f"own_code_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

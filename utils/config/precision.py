@@ -34,7 +34,7 @@ def settle_precision(values: SettingValues) -> None:
     by_launch = values.environment.get(PRECISION_VARIABLE, "no")
     settles_device = values["bf16"] is None or is_true("ACCELERATE_USE_CPU", values.environment)
     if values["bf16"] is None:
-        choice = _open_precision(values, by_launch)
+        choice = _default_bf16(values, by_launch)
         _choose(values, "bf16", choice)
         if choice == Given(False, BY_LAUNCH):
             values.given["fp16"] = Given(True, BY_LAUNCH)
@@ -48,8 +48,8 @@ def settle_precision(values: SettingValues) -> None:
         )
         if not values["assume"] and gpu_capability() is None:
             off += "; this machine has no GPU, a dry run of training on its CPU has --use_cpu true"
-        told = ", ".join(f"{name} {shown(values[name])}" for name in chosen)
-        values.notes.append(f"{told}: {FAST_GPU} ({off})")
+        choices = ", ".join(f"{name} {shown(values[name])}" for name in chosen)
+        values.notes.append(f"{choices}: {FAST_GPU} ({off})")
     if values["bf16"] and settles_device and _computes_on_cpu(values) and not values["use_cpu"]:
         values.given["use_cpu"] = Given(True, "bf16 on a CPU")  # or Trainer refuses bf16
     if by_launch in ("bf16", "fp16") and not values[by_launch]:
@@ -90,7 +90,7 @@ def settings_of_run(values: SettingValues) -> dict[str, Any]:
     return {}
 
 
-def _open_precision(values: SettingValues, by_launch: str) -> Given:
+def _default_bf16(values: SettingValues, by_launch: str) -> Given:
     """Return the value of `bf16` if the user did not set it. The result's source is the reason.
 
     by_launch: mixed_precision of the accelerate config, "no", "bf16" or "fp16"

@@ -76,10 +76,10 @@ def parse_preparation(
     )  # fmt: skip
     for note in values.notes:
         logger.info("%s", note)
-    given = values.build(PreparationArguments)
-    if given.append and not given.tokenizer_name_or_path:
-        return replace(given, tokenizer_name_or_path=f"{given.output_dir}/tokenizer")
-    return given
+    arguments = values.build(PreparationArguments)
+    if arguments.append and not arguments.tokenizer_name_or_path:
+        return replace(arguments, tokenizer_name_or_path=f"{arguments.output_dir}/tokenizer")
+    return arguments
 
 
 def override_sources(values: SettingValues) -> None:
@@ -111,11 +111,11 @@ def _check_required(values: SettingValues) -> Iterator[str]:
                 yield f"{name} is required: {values.declared[name].help}"
 
 
-def prepare_command(given: PreparationArguments) -> str:
+def prepare_command(arguments: PreparationArguments) -> str:
     """Return the command of prepare_data.py with these settings, quoted for a shell."""
     words = ["python", "prepare_data.py"]
-    for each in fields(given):
-        value = getattr(given, each.name)
+    for each in fields(arguments):
+        value = getattr(arguments, each.name)
         if value not in (each.default, []):
             words += [f"--{each.name}", *map(shown, value if isinstance(value, list) else [value])]
     return shlex.join(words)
@@ -220,7 +220,7 @@ def sources_of(arguments: PreparationArguments) -> list[Source]:
         for number, entry in enumerate(getattr(arguments, name)):
             try:
                 is_evaluation = name == "eval_sources"
-                source = _source(arguments, entry, is_evaluation)
+                source = _parse_source(arguments, entry, is_evaluation)
                 if is_evaluation:
                     _check_evaluation(source, arguments)
             except ValueError as error:
@@ -235,76 +235,76 @@ def sources_of(arguments: PreparationArguments) -> list[Source]:
     return list(sources.values())
 
 
-def _source(arguments: PreparationArguments, entry: Any, is_evaluation: bool) -> Source:
+def _parse_source(arguments: PreparationArguments, entry: Any, is_evaluation: bool) -> Source:
     """Parse an entry of `sources` or `eval_sources`. Raises ValueError if a key is wrong."""
-    given = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
+    options = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
     known = ("name", *ENTRY_KEYS) if is_evaluation else ENTRY_KEYS
-    if unknown := sorted(given.keys() - known):
+    if unknown := sorted(options.keys() - known):
         raise ValueError(f"unknown key {unknown[0]!r}: known are {', '.join(known)}")
     if is_evaluation and isinstance(entry, str):
-        given["name"], _, given["path"] = entry.partition("=")
-        if not given["path"]:
+        options["name"], _, options["path"] = entry.partition("=")
+        if not options["path"]:
             raise ValueError("give NAME=PATH")
-    paths = given.get("path")
+    paths = options.get("path")
     paths = [paths] if isinstance(paths, str) else paths
     if not isinstance(paths, list) or not paths:
         raise ValueError("needs a path")
-    given = {"format": arguments.format, "weight": 1.0} | given
-    given["filter"] = dict(given.get("filter") or {})
-    _check_values(given)
+    options = {"format": arguments.format, "weight": 1.0} | options
+    options["filter"] = dict(options.get("filter") or {})
+    _check_entry(options)
     return Source(
         paths=tuple(map(str, paths)),
-        split=given.get("name") or "" if is_evaluation else "train",
-        from_split=given.get("split"),
-        format="auto" if ":" in given["format"] else given["format"],
-        own_format=given["format"] if ":" in given["format"] else "",
-        columns=_columns_of(given.get("columns", arguments.columns)),
-        filters=tuple(given["filter"].items()),
-        weight=given["weight"],
-        chat_template_kwargs=given.get("chat_template_kwargs"),
-        **{key: given.get(key) for key in ("max_tokens", "subset", "revision", "max_files")},
+        split=options.get("name") or "" if is_evaluation else "train",
+        from_split=options.get("split"),
+        format="auto" if ":" in options["format"] else options["format"],
+        own_format=options["format"] if ":" in options["format"] else "",
+        columns=_parse_columns(options.get("columns", arguments.columns)),
+        filters=tuple(options["filter"].items()),
+        weight=options["weight"],
+        chat_template_kwargs=options.get("chat_template_kwargs"),
+        **{key: options.get(key) for key in ("max_tokens", "subset", "revision", "max_files")},
     )
 
 
-def _check_values(given: Mapping[str, Any]) -> None:
-    weight = given["weight"]
-    if ":" in str(given["format"]):
-        source_of(given["format"])
-    elif given["format"] not in FORMATS:
-        raise ValueError(f"format {given['format']!r} is none of {', '.join(FORMATS)}")
+def _check_entry(options: Mapping[str, Any]) -> None:
+    weight = options["weight"]
+    if ":" in str(options["format"]):
+        source_of(options["format"])
+    elif options["format"] not in FORMATS:
+        raise ValueError(f"format {options['format']!r} is none of {', '.join(FORMATS)}")
     if type(weight) not in (int, float) or not 0 < weight <= 1000:
         raise ValueError(
             f"weight is {weight!r}: give a number above 0, up to 1000, that says how often each "
             "document is written; 0.5 takes half of them"
         )
-    check_template_variables(given.get("chat_template_kwargs"))
+    check_template_variables(options.get("chat_template_kwargs"))
     for key in ("max_tokens", "max_files"):
-        if (number := given.get(key)) is not None and (type(number) is not int or number < 1):
+        if (number := options.get(key)) is not None and (type(number) is not int or number < 1):
             raise ValueError(f"{key} is {number!r}: give a whole number above 0")
     for key in ("split", "subset", "revision"):
-        if not isinstance(given.get(key), str | None):
-            raise ValueError(f"{key} is {given[key]!r}: write it in quotes, as a text")
-    for column, wanted in given["filter"].items():
+        if not isinstance(options.get(key), str | None):
+            raise ValueError(f"{key} is {options[key]!r}: write it in quotes, as a text")
+    for column, wanted in options["filter"].items():
         if isinstance(wanted, Mapping) and (not wanted or wanted.keys() - {"min", "max"}):
             raise ValueError(f"filter {column}: give a value, a list of values, or min and max")
 
 
 def _check_evaluation(source: Source, arguments: PreparationArguments) -> None:
-    taken = ["train", "tokenizer", *([VALIDATION] if arguments.validation_fraction else [])]
-    if not re.fullmatch(r"[a-z0-9_]+", source.split) or source.split in taken:
+    reserved = ["train", "tokenizer", *([VALIDATION] if arguments.validation_fraction else [])]
+    if not re.fullmatch(r"[a-z0-9_]+", source.split) or source.split in reserved:
         raise ValueError(
             f"name {source.split!r}: use lower-case letters, digits and _ only, and none of "
-            f"{', '.join(taken)}"
+            f"{', '.join(reserved)}"
         )
     if source.weight != 1.0:
         raise ValueError("a weight is for training; evaluate on every document once")
 
 
-def _columns_of(given: Mapping[str, str] | Iterable[str]) -> tuple[tuple[str, str], ...]:
-    if isinstance(given, Mapping):
-        pairs = list(given.items())
+def _parse_columns(columns: Mapping[str, str] | Iterable[str]) -> tuple[tuple[str, str], ...]:
+    if isinstance(columns, Mapping):
+        pairs = list(columns.items())
     else:
-        pairs = [(theirs, ours) for theirs, _, ours in (str(g).rpartition("=") for g in given)]
+        pairs = [(theirs, ours) for theirs, _, ours in (str(g).rpartition("=") for g in columns)]
     targets = [ours for _, ours in pairs]
     for theirs, ours in pairs:
         is_twice = targets.count(ours) > 1 and ours not in MESSAGE_ROLES

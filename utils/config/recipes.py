@@ -59,9 +59,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 for _kind, _pattern in _SCALARS.items():
-    for _side in (_Loader, _Dumper):
+    for _class in (_Loader, _Dumper):
         # None: try the pattern for every first character.
-        _side.add_implicit_resolver(
+        _class.add_implicit_resolver(
             f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_pattern})$"), None
         )
 
@@ -130,14 +130,14 @@ def read_recipes(paths: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
     """
     values: dict[str, Given] = {}
     problems: list[str] = []
-    files = (file for path in paths for file in _with_extended(Path(path), (), problems))
+    files = (file for path in paths for file in _with_base_recipes(Path(path), (), problems))
     for rank, (path, settings) in enumerate(files, 1):
         for name, (value, line) in settings.items():
             values[name] = Given(value, f"{path}:{line}", rank)
     return values, problems
 
 
-def _with_extended(
+def _with_base_recipes(
     path: Path, parents: tuple[Path, ...], problems: list[str]
 ) -> Iterator[tuple[Path, dict[str, tuple[Any, int]]]]:
     """Yield (file, settings) of the recipes that `path` extends, then of `path` itself.
@@ -155,7 +155,7 @@ def _with_extended(
     for entry in extended if isinstance(extended, list) else [extended]:
         if isinstance(entry, str):
             file = Path(os.path.normpath(path.parent / entry))
-            yield from _with_extended(file, (*parents, path), problems)
+            yield from _with_base_recipes(file, (*parents, path), problems)
         else:
             problems.append(f"{path}:{line}: {EXTENDS}: expected recipe files, not {entry!r}")
     if MASKED_NOTE in path.read_text(encoding="utf-8-sig"):

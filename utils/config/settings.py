@@ -90,15 +90,15 @@ class RunSettings:
 
 def parse_pretraining(argv: Sequence[str] | None, description: str) -> RunSettings:
     """Return the settings of `pretrain.py`. Raises one ConfigurationError with all faults."""
-    return _parse(PretrainConfig, PRETRAINING_CHECKS, argv, "pretrain.py", description)
+    return _parse_settings(PretrainConfig, PRETRAINING_CHECKS, argv, "pretrain.py", description)
 
 
 def parse_fine_tuning(argv: Sequence[str] | None, description: str) -> RunSettings:
     """Return the settings of `sft_train.py`. Raises one ConfigurationError with all faults."""
-    return _parse(FineTuneConfig, FINE_TUNING_CHECKS, argv, "sft_train.py", description)
+    return _parse_settings(FineTuneConfig, FINE_TUNING_CHECKS, argv, "sft_train.py", description)
 
 
-def _parse(
+def _parse_settings(
     training_class: type[PretrainConfig | FineTuneConfig],
     checks: Sequence[Check],
     argv: Sequence[str] | None,
@@ -117,14 +117,14 @@ def _parse(
     )
     # With these values a login node can check a recipe for bf16 on GPUs.
     without_gpu = values["dry_run"] and not torch.accelerator.is_available()
-    instead: dict[str, Any] = {"use_cpu": True, "tf32": None} if without_gpu else {}
+    overrides: dict[str, Any] = {"use_cpu": True, "tf32": None} if without_gpu else {}
     if values["dry_run"] or "LOCAL_RANK" not in values.environment:
-        instead["ddp_backend"] = None  # with a backend accelerate would look for other processes
+        overrides["ddp_backend"] = None  # with a backend accelerate would look for other processes
     if values["dataloader_num_workers"] is None:
         # RunPlan derives the number. Without workers TrainingArguments refuses to prefetch.
-        instead |= {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None}
+        overrides |= {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None}
     with launch_for_libraries(values):
-        training = values.build(training_class, **instead)
+        training = values.build(training_class, **overrides)
     run, own_code = values.build(RunArguments), values.build(OwnCode)
     model = values.build(ModelArguments)
     data, raw = take_out_raw(values.build(DataArguments), str(training.output_dir))
@@ -289,10 +289,10 @@ def derive_best_model(values: SettingValues) -> None:
     metric = values["metric_for_best_model"] or ""
     if metric.endswith("perplexity") and values["greater_is_better"] is None:
         values.derive("greater_is_better", False, f"a lower {metric} is better")
-    each = values["eval_strategy"] == values["save_strategy"]
+    same_steps = values["eval_strategy"] == values["save_strategy"]
     if values["eval_strategy"] == "steps":
-        each = each and values["eval_steps"] == values["save_steps"]
-    wanted = values["load_best_model_at_end"] and values["eval_data"] and not each
+        same_steps = same_steps and values["eval_steps"] == values["save_steps"]
+    wanted = values["load_best_model_at_end"] and values["eval_data"] and not same_steps
     if wanted and values.rank("save_best") == 0:
         why = f"{values.shown('load_best_model_at_end')}, and not each evaluation has a save"
         values.derive("save_best", True, why)

@@ -39,7 +39,7 @@ _ROOT = Path(__file__).parents[2]
 # About the share of nominal memory that torch sees on a GPU that is not in gpus.yaml.
 VISIBLE_SHARE = 0.95
 _OFFLOADS = ("offload_optimizer_device", "offload_param_device", "fsdp_offload_params")
-_FORM = re.compile(r"(?:(\d+)x)?(\d+)x(?:(\w[\w ]*)-)?(\d+)GB", re.IGNORECASE)
+_GPUS_PATTERN = re.compile(r"(?:(\d+)x)?(\d+)x(?:(\w[\w ]*)-)?(\d+)GB", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ def choose_config(
     needs several processes, a single one gets single_gpu.yaml. Raises ConfigurationError.
     """
     shown = f"strategy {strategy.value} ({strategy.source})"
-    alone = FOLDER / "single_gpu.yaml"
+    single = FOLDER / "single_gpu.yaml"
     if path := environment.get(CONFIG):
         said = f"{CONFIG}={path}"
         over = f", which overrules {shown}" if strategy.value != AUTO else ""
         return read_config(Path(path), said + over)
     if strategy.value == AUTO:
         several = FOLDER / ("cpu.yaml" if on_cpu else "multi_gpu.yaml")
-        return read_config(alone if processes == 1 else several, "the number of processes")
+        return read_config(single if processes == 1 else several, "the number of processes")
     if strategy.value not in NAMES and not (_ROOT / strategy.value).is_file():
         name = strategy.value.lower()
         near = [FOREIGN[name]] if name in FOREIGN else get_close_matches(name, (AUTO, *NAMES), n=1)
@@ -93,7 +93,7 @@ def choose_config(
         )
     config = read_config(strategy_path(strategy.value), shown)
     if processes == 1 and (config.shards or strategy.value == "multi_gpu"):
-        return read_config(alone, f"{shown}, which has no effect on one process")
+        return read_config(single, f"{shown}, which has no effect on one process")
     return config
 
 
@@ -220,7 +220,7 @@ def known_gpus() -> dict[str, dict[str, Any]]:
 
 def assumed_gpus(text: str) -> AssumedGpus:
     """Parse `8xH100-80GB`, `2x8xA100-40GB`, or `8x48GB` for any GPU. Raises ValueError."""
-    found = _FORM.fullmatch(text.strip())
+    found = _GPUS_PATTERN.fullmatch(text.strip())
     numbers = [int(each or 1) for each in found.groups()[:2]] if found else [0]
     if found is None or min(numbers) < 1 or int(found[4]) < 1:
         raise ValueError(
