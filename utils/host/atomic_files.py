@@ -169,7 +169,7 @@ def file_states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
 
 
 def read_cache(path: Path, read: Callable[[Any], Content]) -> Content | None:
-    """Return `read(JSON content)` of a cache file; None if the file is missing or damaged."""
+    """Pass a cache file's JSON to `read` and return its result; None without a valid file."""
     try:
         return read(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:

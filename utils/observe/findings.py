@@ -47,7 +47,7 @@ def column(lines: Sequence[Line], key: str) -> np.ndarray:
 
 
 def thinned(values: np.ndarray, points: int) -> np.ndarray:
-    """Return about `points` ascending indices into `values`, including all extreme values.
+    """Return about `points` ascending indices into `values` that keep the highs and lows.
 
     `values` are divided into equal parts. Each part gives the indices of its lowest and highest
     value. The first and last index are included.
@@ -144,7 +144,6 @@ def memory_by_rank(run: History) -> list[Point]:
 
 
 def _read_memory_by_rank(run: History, lines: Sequence[Line]) -> list[list[dict[str, Any]]]:
-    """Read the field `memory_by_rank` of each of `lines` from metrics.jsonl."""
     with (run.path / FILE_NAME).open("rb") as file:
         whole = [read_line(file.readline()) for line in lines if file.seek(line["at"]) >= 0]
     return [(line or {}).get("memory_by_rank", []) for line in whole]

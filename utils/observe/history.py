@@ -264,7 +264,7 @@ def _read_journal(
 def _read_owners(
     path: Path, entries: Sequence[Mapping[str, Any]]
 ) -> tuple[list[RunOwner], RunOwner | None]:
-    """Return the lock files of starts, newest first, and the newest start's if it was refused.
+    """Return the lock files of starts, newest first, and that of a refused newest start or None.
 
     A refused start failed its checks: it released its lock in the phase "starting" and is not in
     provenance.json. The list contains a refused start only if the run has no other start.

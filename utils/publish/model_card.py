@@ -205,7 +205,6 @@ class RunCard:
         return f"{done} on the {what} of the data below, by Stoker's {script}."
 
     def _usage(self) -> Iterator[str]:
-        """Yield Markdown: code and commands that use the model."""
         name, base, serve = self.name, self.name, f"vllm serve {self.name}\n"
         if self.is_adapter:
             base = self.base or "BASE"
