@@ -17,7 +17,7 @@ BEGIN, END = "<!-- calls: make figures -->", "<!-- end of calls -->"
 STARTS = {
     "without": "without copies",
     "data found": "`stage_data: true`",
-    "environment found": "and `STOKER_STAGE_ENV`",
+    "environment found": "with `STOKER_STAGE_ENV` as well",
 }
 
 
