@@ -37,11 +37,11 @@ class ContextGroup:
     def own_heads(
         self, query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms
     ) -> tuple[Tensor, Tensor, Tensor, ScoreTerms]:
-        """Return states of all tokens and this rank's heads, (rows, tokens, own heads, dim).
+        """Return states of all tokens for this rank's heads, (rows, tokens, own heads, dim).
 
-        query, key and value have this rank's tokens and all heads. With fewer key heads than ranks,
-        each key head goes to several ranks. The returned `terms` have the sinks of this rank's
-        heads.
+        query, key and value have only this rank's tokens, but all heads. If there are fewer key
+        heads than ranks, each key head goes to several ranks. The returned `terms` have the sinks
+        of this rank's heads.
         """
         if (copies := self.size // key.shape[2]) > 1:
             key, value = (states.repeat_interleave(copies, dim=2) for states in (key, value))
@@ -51,7 +51,7 @@ class ContextGroup:
         return query, key, value, terms
 
     def own_tokens(self, states: Tensor) -> Tensor:
-        """Return states of this rank's tokens and all heads, (rows, own tokens, heads, dim).
+        """Return states of this rank's tokens for all heads, (rows, own tokens, heads, dim).
 
         states: all tokens of this rank's heads, (rows, tokens, own heads, dim).
         """

@@ -114,7 +114,7 @@ def load_model_config(
 def runnable(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return `config`, or its text model's configuration if the model does not run on text alone.
 
-    Raises ConfigurationError if the model cannot be built, or if no part of it runs on text alone.
+    Raises ConfigurationError if the model cannot be built, or if no part runs on text alone.
     """
     text = text_model_config(config)
     check_model(config)

@@ -65,7 +65,7 @@ _DROPOUT_ARGUMENTS = ("dropout_p", "p_dropout")
 
 
 def keep_products(model: PreTrainedModel) -> None:
-    """Patch `model.activation_checkpointing_enable`, which Trainer calls, to the selective mode.
+    """Patch `model.activation_checkpointing_enable`, which Trainer calls, to use selective mode.
 
     Call this before PEFT wraps the model. Experts with a bias (gpt-oss) add the bias in place to
     the outputs of their matrix products, so these outputs are recomputed.

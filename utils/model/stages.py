@@ -62,7 +62,7 @@ def stage_of(settings: RunSettings) -> Path | None:
 
 
 def weights_directory(settings: RunSettings) -> Path:
-    """Return the directory, or the name on the Hub, of the weights that a new run loads.
+    """Return the directory or the Hub name from which a new run loads its weights.
 
     A resumed run uses the directory that it recorded for this `--init_from`, because the earlier
     run may have newer weights now. Raises ConfigurationError if there are no weights.

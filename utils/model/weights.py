@@ -52,7 +52,10 @@ COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Quantized(NamedTuple):
-    """The layers in 4 bits. weights: the total number of weights. largest: of the largest layer."""
+    """The layers in 4 bits.
+
+    weights: their total number of weights. largest: the number of weights in the largest layer.
+    """
 
     layers: list[str]
     weights: int
