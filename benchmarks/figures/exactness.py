@@ -4,6 +4,7 @@ python -m benchmarks.figures.exactness
 """
 
 import json
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,25 +16,54 @@ RESULTS = ROOT / "benchmarks" / "results" / "exactness"
 DOCUMENT = ROOT / "docs" / "internals" / "proofs.md"
 BEGIN, END = "<!-- exactness figures: make figures -->", "<!-- end of exactness figures -->"
 
+# By result file: the title of the table, and sentences that explain it.
 PROOFS = {
-    "resume_equality": "Runs interrupted after each step and resumed, against uninterrupted ones",
-    "kill_points": "SIGKILL at each call that changes the run directory; survived: the next start "
-    "needs no human, and the run ends with the weights of an uninterrupted run",
-    "storage_refusals": "No space (ENOSPC) or a failing disk (EIO) at each call that changes "
-    "the run directory",
-    "random_kills": "Two ranks, killed at random moments",
-    "damage": "Damages to each file of a checkpoint: emptied, cut, lengthened, bits flipped, "
-    "deleted, linked, swapped, taken from another step",
-    "world_sizes": "One run on 1, 2 and 4 ranks in any order",
-    "two_jobs": "Two jobs started at once on one directory, new or with a killed run to resume; "
-    "row stale lock: the first job is killed or suspended, and the second job finishes the run",
-    "verification_cost": "Cost of checksums for a checkpoint of 1 GB: SHA-256 (ours), torch's "
-    "CRC-32, none",
-    "full_disks": "Runs on file systems of many sizes, and how they ended; wrong: after room was "
-    "made, a checkpoint was lost or damaged, or the final weights differed",
-    "soak": "An hour of jobs on a Slurm of two nodes, one interruption a minute (`make soak`); "
-    "lost s: seconds from the last step before an interruption to the first step after it",
-    "async_save": "How long training stands still for a save",
+    "resume_equality": (
+        "Runs that are interrupted and resumed",
+        "Each configuration is interrupted after each step. The resumed run must equal the "
+        "uninterrupted run.",
+    ),
+    "kill_points": (
+        "SIGKILL at each call that changes the run directory",
+        "A kill is survived if the next start needs no human and the run ends with the weights of "
+        "an uninterrupted run. The row `append` kills `prepare_data.py --append`.",
+    ),
+    "storage_refusals": (
+        "Storage errors at each call that changes the run directory",
+        "The storage has no space (ENOSPC) or the disk fails (EIO). The start ends with exit code "
+        "74 or continues. `survived` means the same as in the table of SIGKILL.",
+    ),
+    "random_kills": ("Two ranks, killed at random moments", ""),
+    "damage": (
+        "Damage to each file of a checkpoint",
+        "A file is emptied, cut, lengthened, deleted, linked, swapped or taken from another step, "
+        "or some of its bits are flipped.",
+    ),
+    "world_sizes": ("One run on 1, 2 and 4 ranks in any order", ""),
+    "two_jobs": (
+        "Two jobs in one run directory",
+        "Both jobs start at the same time. The directory is new, or has a killed run to resume. "
+        "In the row `stale lock`, the first job is killed or suspended, and the second job "
+        "finishes the run.",
+    ),
+    "verification_cost": (
+        "Cost of checksums for a checkpoint of 1 GB",
+        "Stoker computes SHA-256. torch's default is CRC-32.",
+    ),
+    "full_disks": (
+        "Runs on file systems of many sizes",
+        "The rows name the limit of checkpoints (`save_total_limit`). In the background means "
+        "`async_save`. Half a checkpoint is the free space of that disk. A run without enough "
+        "space is refused with exit code 74 before its first step, or ends with 74 later. A result "
+        "is wrong if a checkpoint was lost or damaged, or if the final weights differed after room "
+        "was made.",
+    ),
+    "soak": (
+        "An hour of jobs on a Slurm of two nodes",
+        "`make soak` interrupts the jobs once a minute. The lost time is the time from the last "
+        "step before an interruption to the first step after it.",
+    ),
+    "async_save": ("How long training waits for a save", "All times except the steps are medians."),
 }
 # Columns that come first; the others follow in the order of the result file.
 FIRST = (
@@ -49,7 +79,36 @@ FIRST = (
     *("of_rank_1", "of_rank_0_and_rank_1"),
 )
 WORDS = {
-    "verification_at_start_cpu_s": "verification at start, CPU s",
+    "cuts_of_each": "interruptions of each",
+    "unequal": "differences",
+    "points": "calls",
+    "found": "damages found",
+    "of_rank_0": "kills of rank 0",
+    "of_rank_1": "kills of rank 1",
+    "of_rank_0_and_rank_1": "kills of both ranks",
+    "with_the_launcher": "kills of the launcher",
+    "resumed": "starts that resumed",
+    "runs_ended_as_the_undisturbed_one": "runs equal to the undisturbed run",
+    "runs_that_ended_as_the_undisturbed_one": "runs equal to the undisturbed run",
+    "second_refused": "second job refused",
+    "both_wrote": "both jobs wrote",
+    "resumed unattended": "resumed without a human",
+    "kills": "interruptions",
+    "starts_again": "new starts",
+    "by_hand": "new starts by a human",
+    "lost_s": "lost time, s",
+    "most_lost_steps": "most lost steps at once",
+    "save_steps": "steps between two saves",
+    "starts_that_ended_with_no last line": "starts without a last line",
+    "sync_steps_3_to_12_s": "steps 3 to 12 with ordinary saves, s",
+    "sync_stall_s": "ordinary save: training waits, s",
+    "sync_write_s": "ordinary save: written in the background, s",
+    "async_steps_3_to_12_s": "steps 3 to 12 with background saves, s",
+    "async_stall_s": "background save: training waits, s",
+    "async_write_s": "background save: written in the background, s",
+    "verification_at_start_s": "verification at the start, s",
+    "verification_at_start_share_of_a_save": "verification at the start, share of a save",
+    "verification_at_start_cpu_s": "verification at the start, CPU s",
     "checkpoint_gb": "checkpoint, GB",
     "checkpoint_mb": "checkpoint, MB",
     "save_with_digests_s": "save with SHA-256, s",
@@ -63,12 +122,13 @@ CIRCUMSTANCES = ("made_by", "date", "commit", "hardware", "python", "torch", "tr
 
 def with_figures(document: str, results: Path = RESULTS) -> str:
     """Return the document with the tables between the two marks made anew."""
-    sections = [_section(name, title, results) for name, title in PROOFS.items()]
+    sections = [_section(name, *texts, results) for name, texts in PROOFS.items()]
     return replace_between(document, BEGIN, END, "\n".join(sections))
 
 
-def _section(name: str, title: str, results: Path) -> str:
+def _section(name: str, title: str, explanation: str, results: Path) -> str:
     path = results / f"{name}.json"
+    title += f"\n\n{textwrap.fill(explanation, 120)}" if explanation else ""
     if not path.exists():
         return f"### {title}\n\nNot run yet.\n"
     content = json.loads(path.read_text(encoding="utf-8"))
