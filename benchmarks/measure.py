@@ -111,7 +111,7 @@ def probe(cell: ProbeCell) -> dict[str, Any]:
         arguments = [str(outcome), *(["--toy"] if cell.toy else [])]
         run_process("benchmarks.hardware.probes", arguments, Path(directory))
         probes = json.loads(outcome.read_text())
-    return {"title": "What the device reaches", "probes": probes, "not_run": {}}
+    return {"title": "Peak speeds measured on the device", "probes": probes, "not_run": {}}
 
 
 def _plain(value: Any) -> Any:

@@ -54,7 +54,8 @@ CPU_CELLS: tuple[Cell, ...] = (
     ),
     SweepCell(
         TrainingCell(
-            "pretrain_growth", "Pretraining, 23 M parameters, one row that grows, bf16",
+            "pretrain_growth",
+            "Pretraining, 23 M parameters, one sequence of increasing length, bf16",
             Workload(LLAMA_23M, sequence_length=512, documents=8), "bf16", 1,
             (STOKER, TRAINER, PLAIN_LOOP), steps=8, warmup_steps=3,
         ),

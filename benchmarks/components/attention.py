@@ -6,7 +6,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-TITLE = "Attention in a packed row (documents of 300 tokens), 6 heads of 64, bf16, both passes"
+TITLE = (
+    "Attention in a packed sequence (documents of 300 tokens), 6 heads of size 64, bf16, "
+    "forward and backward"
+)
 UNIT = "tokens"
 SIZES = (2048, 4096, 8192)
 HEADS, HEAD_DIM, MEAN, SIGMA = 6, 64, 300, 0.8

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-TITLE = "Packing log-normal documents (mean 600 tokens) into rows of 4,096"
+TITLE = "Packing documents of log-normal lengths (mean 600 tokens) into sequences of 4,096 tokens"
 UNIT = "documents"
 SIZES = (100_000, 1_000_000, 10_000_000)
 LARGEST_FOR_TRL = 100_000  # it copies every token; growth is shown by ours alone

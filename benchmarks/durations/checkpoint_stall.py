@@ -8,7 +8,10 @@ from pathlib import Path
 from benchmarks.comparisons.turns import run_process
 from benchmarks.workloads.workload import LLAMA_11M, Workload, make_workload
 
-TITLE = "Training stands still for a save, by megabytes of the checkpoint (weights and AdamW's)"
+TITLE = (
+    "How long training waits for a save, by the size of the checkpoint in MB (weights and AdamW "
+    "states)"
+)
 SIZES = (40, 160, 480)
 LAYER_MB = 40  # of the model below: 3.3 M parameters of 12 bytes
 MODEL = LLAMA_11M | {

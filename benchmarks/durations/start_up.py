@@ -14,8 +14,8 @@ from benchmarks.recording.job import Job, Outcome
 from benchmarks.workloads.workload import LLAMA_11M, Workload, document_lengths, make_workload
 
 TITLE = (
-    "From the start of the process to its first optimizer step (or its end), 11 M parameters, "
-    "by documents of the dataset"
+    "Time from the start of the process to the first optimizer step, 11 M parameters, by the "
+    "number of documents in the dataset (--dry_run and --help: time to the end of the process)"
 )
 SIZES = (10_000, 1_000_000)
 ROW, ROWS = 64, 8

@@ -19,7 +19,14 @@ SPEED = "tokens_per_second_of_32_layers"
 def with_figures(document: str) -> str:
     """Return the document with the table between the two marks made anew."""
     result = json.loads(RESULT.read_text(encoding="utf-8"))
-    header = ["", "ms a layer", "tokens/s", "of bf16", "loss of step 300", "held-out loss"]
+    header = [
+        "",
+        "ms per layer",
+        "tokens/s",
+        "relative to bf16",
+        "loss of step 300",
+        "held-out loss",
+    ]
     rows = [header, ["---"] * len(header)]
     for name, shown in NAMES.items():
         found, losses = result["speed"][name], result["losses"][name]

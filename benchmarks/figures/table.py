@@ -22,24 +22,26 @@ def table(result: Mapping[str, Any]) -> str:
     lines.insert(1, "|" + "---|" * width)
     for name, by in result.get("costs", {}).items():
         parts = [
-            f"{_signed(cost['median'])} % by {kind} "
+            f"by {kind} {_signed(cost['median'])} % "
             f"({_signed(cost['low'])} to {_signed(cost['high'])})"
             for kind, cost in by.items()
         ]
-        lines.append(f"\nStep time of Stoker compared with {name}: {', '.join(parts)}.")
+        lines.append(f"\nStoker's step time relative to {name}: {', '.join(parts)}.")
     for name, one in result.get("compared", {}).items():
         if "callbacks_share_of_main_thread" in (notes := one.get("notes", {})):
             share, each = notes["callbacks_share_of_main_thread"], notes["callbacks_us_a_step"]
             listed = ", ".join(f"{callback} {us}" for callback, us in each.items())
-            lines.append(f"\nCallbacks of {name}: {share:.2%} of a step, microseconds: {listed}.")
+            lines.append(
+                f"\nThe callbacks of {name} take {share:.2%} of a step. Microseconds: {listed}."
+            )
     return f"**{result['title']}**\n\n" + "\n".join(lines) + "\n"
 
 
 def _training_rows(result: Mapping[str, Any]) -> list[list[str]]:
     worth = any(one.get("mfu") is not None for one in result["compared"].values())
-    rows = [["", "tokens/s", "Stoker is faster by (times)", "peak memory", "first step after"]]
+    rows = [["", "tokens/s", "Stoker is faster by (times)", "peak memory", "time to first step"]]
     if worth:
-        rows[0] += ["MFU", "of the roofline"]
+        rows[0] += ["MFU", "share of roofline"]
     for name, measured in result["compared"].items():
         row = [
             name,
@@ -70,7 +72,7 @@ def _component_rows(result: Mapping[str, Any]) -> list[list[str]]:
 def _variant_rows(result: Mapping[str, Any]) -> list[list[str]]:
     parity = result["parity"]
     last = f"loss of the last {parity['last_steps']} steps"
-    rows = [["", "bytes a parameter", last, "more by", "differs at each step by"]]
+    rows = [["", "bytes per parameter", last, "minus float32", "mean difference at each step"]]
     for name, measured in result["variants"].items():
         rows.append(
             [
