@@ -9,10 +9,7 @@ from torch import nn
 from benchmarks.hardware.device import device
 from utils.training.low_precision_adam import LowPrecisionAdamW
 
-TITLE = (
-    "AdamW on square matrices and vectors of one width (Stoker's states are bfloat16, unless a row "
-    "names another type)"
-)
+TITLE = "AdamW on square matrices and vectors of one width (Stoker: bfloat16 states unless named)"
 UNIT = "parameters"
 SIZES = (1024, 4096, 8192)
 MATRICES = 24

@@ -40,7 +40,7 @@ def with_figures(document: str, figures: str) -> str:
 def summary(results: Sequence[Mapping[str, Any]]) -> str:
     """Write a row for each cell in which Stoker ran beside others; name every other."""
     results = [one for one in results if one.get("ratios")]
-    rows = [["", "Stoker", "the fastest of the others", "Stoker / fastest other", "all others measured"]]
+    rows = [["", "Stoker", "the fastest of the others", "Stoker / fastest", "all others measured"]]
     rows += [_component_row(one) if "sizes" in one else _training_row(one) for one in results]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(1, "|---|---|---|---|---|")
