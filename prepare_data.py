@@ -34,14 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Imported here so that --help answers at once.
     from utils.prepare.append import append
     from utils.prepare.fetch import fetch, fill_offline_dir
-    from utils.prepare.pipeline import prepare
+    from utils.prepare.pipeline import prepare_datasets
 
     if arguments.offline_dir is not None:
         fill_offline_dir(arguments)
         return 0
     fetch(arguments)
     if arguments.sources:  # without sources, only models are downloaded
-        append(arguments) if arguments.append else prepare(arguments)
+        append(arguments) if arguments.append else prepare_datasets(arguments)
     return 0
 
 

@@ -68,10 +68,10 @@ def main(argv: list[str] | None = None) -> int:
     from utils.observe.space import keep_run, show_space
 
     if options.keep:
-        keep_run(Path(options.keep), lines.say)
+        keep_run(Path(options.keep), lines.print_line)
         return 0
     if options.space:
-        lines.say(show_space(Path(options.space)))
+        lines.print_line(show_space(Path(options.space)))
         return 0
     if options.step or options.spikes:
         lines.read_status(run := Path(options.runs[0]), {})  # raises if the folder is no run
@@ -82,9 +82,9 @@ def main(argv: list[str] | None = None) -> int:
             configure_environment()  # before the libraries below read it
             from utils.run.documents import show_step
 
-            lines.say(show_step(run, options.step, options.json, not options.no_loss))
+            lines.print_line(show_step(run, options.step, options.json, not options.no_loss))
         else:
-            lines.say(lines.show_spikes(run, options.json))
+            lines.print_line(lines.show_spikes(run, options.json))
         return 0
     if options.sync:
         return lines.sync_wandb(options.runs, options.all)

@@ -19,7 +19,7 @@ from utils.config.arguments import (  # noqa: E402 - the folder is not ROOT
     PretrainConfig,
     RunArguments,
 )
-from utils.config.declarations import NOTHING, Declaration, declared_settings  # noqa: E402
+from utils.config.declarations import EMPTY_DEFAULTS, Declaration, declared_settings  # noqa: E402
 from utils.config.own_code import OwnCode  # noqa: E402
 from utils.config.preparation import PreparationArguments  # noqa: E402
 
@@ -61,7 +61,7 @@ def rule(declaration: Declaration) -> dict[str, Any]:
     A list may be a single value, as in `checked_value`.
     """
     kinds = {TYPES[each] for each in declaration.origins if each in TYPES}
-    if not declaration.required and declaration.default in NOTHING:
+    if not declaration.required and declaration.default in EMPTY_DEFAULTS:
         kinds.add("null")
     found: dict[str, Any] = {"description": " ".join(declaration.help.split())}
     if declaration.choices is not None:

@@ -115,7 +115,7 @@ def stoker(argv: list[str], options: dict) -> int:
     if "staged_within" in options:
         stage_within(run / options["staged_within"])
     if "quota_bytes" in options:
-        rotation.free_bytes = lambda _: options["quota_bytes"] - rotation.taken_bytes(run)
+        rotation.free_disk_bytes = lambda _: options["quota_bytes"] - rotation.taken_bytes(run)
     return run_script(lambda: pretrain.main(argv))
 
 
@@ -139,7 +139,7 @@ def stage_within(memory: Path) -> None:
     """Stage background checkpoints in this folder under a fixed name."""
 
     def make_directory(prefix: str, dir: Path) -> str:
-        directory = Path(dir) / f"{store.PREFIX}here"
+        directory = Path(dir) / f"{store.STAGED_PREFIX}here"
         directory.mkdir()
         return str(directory)
 

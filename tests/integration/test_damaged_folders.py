@@ -236,7 +236,7 @@ def test_an_id_in_vocab_json_is_a_number(tmp_path, number):
 def _in_a_worker() -> str:
     foreign.CPU_LIMIT_S = 0.2
     try:
-        with foreign.limits("a template"):
+        with foreign.resource_limits("a template"):
             while True:
                 pass
     except ConfigurationError as error:

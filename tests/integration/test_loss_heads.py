@@ -5,7 +5,7 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
-from utils.kernels.linear_cross_entropy import SIZES
+from utils.kernels.linear_cross_entropy import TILE_SIZES
 
 pytestmark = pytest.mark.slow
 
@@ -23,8 +23,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_both_heads_train_alike(name, request, tmp_path, monkeypatch):
     """The heads agree although the fused one computes several chunks of tokens."""
-    sizes = SIZES["cpu"]._replace(rows=37, tile=1, block=9 * tiny.VOCABULARY)
-    monkeypatch.setitem(SIZES, "cpu", sizes)
+    sizes = TILE_SIZES["cpu"]._replace(rows=37, tile=1, block=9 * tiny.VOCABULARY)
+    monkeypatch.setitem(TILE_SIZES, "cpu", sizes)
     trained, held, model, changes, tolerance = CASES[name]
     # Adam divides by the gradient's size. With a small epsilon, a gradient of mere rounding errors
     # would give a full step of a random sign.

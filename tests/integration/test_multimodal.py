@@ -12,8 +12,8 @@ from transformers import AutoModelForImageTextToText, IdeficsConfig, MusicgenCon
 
 import pretrain
 from utils.config.errors import ConfigurationError
-from utils.model.architecture import causal_lm_class, outside_text
-from utils.model.config import runnable
+from utils.model.architecture import causal_lm_class, non_text_parameters
+from utils.model.config import text_runnable_config
 from utils.model.probe import build_probe_model, probe_config
 from utils.run.chat import load
 
@@ -68,7 +68,7 @@ def test_a_model_for_images_trains_on_text(name, fine_tuned, evaluated, tmp_path
     assert not any(info.values())
     original = tiny_model(tiny_config(name))
     assert type(final) is type(original)
-    frozen, before = outside_text(original), dict(original.named_parameters())
+    frozen, before = non_text_parameters(original), dict(original.named_parameters())
     assert frozen
     for key, value in final.named_parameters():
         assert value.equal(before[key]) == (key in frozen), key
@@ -93,7 +93,7 @@ def test_lora_resumes_and_does_not_adapt_towers(name, fine_tuned, evaluated, tmp
     assert tiny.evaluations(run, "heldout")[3] == pytest.approx(plain_loss(run / "final"), abs=2e-6)
     adapter = load_file(run / "adapter" / "adapter_model.safetensors")
     adapted = {key.split(".lora_")[0].removeprefix("base_model.model.") for key in adapter}
-    towers = outside_text(tiny_model(tiny_config(name))).keys()
+    towers = non_text_parameters(tiny_model(tiny_config(name))).keys()
     assert adapted
     assert not {f"{key}.weight" for key in adapted} & towers
     card = (run / "adapter" / "README.md").read_text()
@@ -139,7 +139,7 @@ def test_a_model_that_asks_for_images_with_each_text_is_refused():
         vision_config=WITH_IMAGES["vision_config"] | {"embed_dim": 32},
     )  # fmt: skip
     with pytest.raises(ConfigurationError, match="'idefics' does not run on text alone"):
-        runnable(config)
+        text_runnable_config(config)
 
 
 def test_towers_of_a_probe_take_no_memory():
@@ -147,7 +147,7 @@ def test_towers_of_a_probe_take_no_memory():
     config.vision_config.hidden_size = config.vision_config.intermediate_size = 4096
     config.vision_config.head_dim = 1024
     model = build_probe_model(probe_config(config), "eager")
-    idle = list(outside_text(model).values())
+    idle = list(non_text_parameters(model).values())
     assert sum(value.numel() for value in idle) > 50_000_000
     assert sum(value.untyped_storage().nbytes() for value in idle) < 1000
     assert model(input_ids=torch.arange(1, 5)[None]).logits.isfinite().all()

@@ -141,7 +141,7 @@ def test_data_are_prepared_again_if_they_changed_before_the_run_began(
 ):
     folder, run = tmp_path / "texts", tmp_path / "run"
     folder.mkdir()
-    monkeypatch.setattr(raw_data, "LARGEST_BYTES", 50_000)
+    monkeypatch.setattr(raw_data, "LARGEST_RAW_BYTES", 50_000)
     for number in range(2):
         texts = [" ".join(tiny.WORDS[token] for token in ids) for ids in tiny.documents(60, number)]
         rows = [json.dumps({"text": text}) for text in texts]
@@ -157,7 +157,7 @@ def test_data_are_prepared_again_if_they_changed_before_the_run_began(
     assert content(run / "data") != first
     assert sorted(path.name for path in run.glob("*data*")) == ["data"]
 
-    monkeypatch.setattr(raw_data, "LARGEST_BYTES", 100)
+    monkeypatch.setattr(raw_data, "LARGEST_RAW_BYTES", 100)
     with pytest.raises(ConfigurationError, match="more than the 1 GB that a run prepares") as large:
         pretrain.main(pretraining(tmp_path / "other", train_data=folder))
     assert f"--sources {folder} " in large.value.problems[0]

@@ -87,7 +87,7 @@ def several_splits(place: Place) -> dict[str, object]:
 
 
 def no_room(place: Place) -> dict[str, object]:
-    place.monkeypatch.setattr(discovery, "free_bytes", lambda _: 1)
+    place.monkeypatch.setattr(discovery, "free_disk_bytes", lambda _: 1)
     return {}
 
 

@@ -7,7 +7,7 @@ import pytest
 import tiny
 from launching import run_processes
 
-from utils.launch.verdict import judge, read_notes
+from utils.launch.verdict import likeliest_cause, read_notes
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def starved(pretraining, workspace, tmp_path):
         env = {"STOKER_TEST_STARVE": moment, "STOKER_NOTES_DIR": str(notes), "A_TOKEN": SECRET}
         done = run_processes("cpu", STARVED, argv, env, processes=ranks)
         (page,) = run.glob("out-of-memory-rank*.txt")
-        return run, done, judge(read_notes(notes)), page
+        return run, done, likeliest_cause(read_notes(notes)), page
 
     return start
 

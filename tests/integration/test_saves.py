@@ -14,7 +14,7 @@ from provoked_runs import STEPS, Provoke, assert_the_same_end, touch, trainer_st
 from transformers import TrainerCallback
 
 from utils.checkpoints.files import MANIFEST, flush_and_record, read_manifest
-from utils.checkpoints.store import MEMORY, PREFIX
+from utils.checkpoints.store import MEMORY, STAGED_PREFIX
 from utils.config.errors import ExitCode, StorageError
 from utils.host.journal_file import read_journal
 
@@ -110,7 +110,7 @@ class Slow:
 
 def staged(run: Path) -> list[Path]:
     run_id = json.loads((run / "provenance.json").read_text())["run_id"]
-    return list(MEMORY.glob(f"{PREFIX}{run_id}-*"))
+    return list(MEMORY.glob(f"{STAGED_PREFIX}{run_id}-*"))
 
 
 def digests(run: Path, step: int) -> dict[str, str]:
@@ -204,7 +204,7 @@ def test_a_node_without_room_in_memory_saves_as_ever(
     start, uninterrupted, tmp_path, monkeypatch, capsys
 ):
     run, whole = tmp_path / "run", uninterrupted()
-    monkeypatch.setattr("utils.checkpoints.store.free_bytes", lambda: 2**17)
+    monkeypatch.setattr("utils.checkpoints.store.free_shared_memory_bytes", lambda: 2**17)
     capsys.readouterr()
     assert start(run, **BACKGROUND) == ExitCode.DONE
     shown = capsys.readouterr().out

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from utils.config.preparation import check_preparation, parse_preparation, sources_of
+from utils.config.preparation import check_preparation, parse_preparation, parse_sources
 from utils.config.settings import parse_fine_tuning, parse_pretraining
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +119,7 @@ def read_script(words: Sequence[str]) -> None:
     elif script == "prepare_data.py":
         given = parse_preparation(arguments)
         check_preparation(given)
-        assert sources_of(given)
+        assert parse_sources(given)
     elif script in ("pretrain.py", "sft_train.py"):
         parse = parse_pretraining if script == "pretrain.py" else parse_fine_tuning
         if {"--help", "--print_config"} & {*arguments}:

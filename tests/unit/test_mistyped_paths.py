@@ -10,7 +10,7 @@ from utils.config.own_code import source_of
 from utils.config.recipes import load_file
 from utils.data.arrow_columns import find_split
 from utils.data.tokenizers import load_tokenizer
-from utils.host.hub import lacking
+from utils.host.hub import missing_from_cache
 from utils.observe.run_state import runs_below
 from utils.prepare.source_files import _files_of_path
 from utils.run.chat import find_model
@@ -53,7 +53,7 @@ def test_no_path_is_named_that_is_not_alike_or_is_there(tmp_path):
     assert did_you_mean("x" * 5000) == ""
     assert did_you_mean("~nobody-of-this-name/chats.jsonl") == ""
     assert did_you_mean(tmp_path / "run/first") == f" (did you mean {tmp_path}/runs/first?)"
-    assert "no local folder (did you mean models/small?)" in lacking("models/smalll")
+    assert "no local folder (did you mean models/small?)" in missing_from_cache("models/smalll")
 
 
 @pytest.mark.usefixtures("files")

@@ -28,9 +28,9 @@ from utils.callbacks.progress import Phase, Progress
 from utils.callbacks.stop import StopWatch
 from utils.checkpoints.discovery import DAMAGED, set_aside
 from utils.checkpoints.store import Checkpoints
-from utils.host.journal_file import FILE_NAME, duration, read_lines, skipped, strict_json
-from utils.host.run_lock import known_loss
-from utils.launch.ledger import Fault, number, record
+from utils.host.journal_file import FILE_NAME, duration, read_lines, skipped_message, strict_json
+from utils.host.run_lock import last_lost_lock_message
+from utils.launch.ledger import Fault, number_from_environment, record_faults
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Journal(TrainerCallback):
                     file.write(b"\n")
             self.earlier, damaged = read_lines(self.path, last=READ_BYTES, ranks=False)
             if damaged:
-                logger.warning("%s: training goes on without them", skipped(damaged))
+                logger.warning("%s: training goes on without them", skipped_message(damaged))
         except (IsADirectoryError, PermissionError) as error:
             name = set_aside(self.path, DAMAGED)
             logger.warning("%s: %s; set aside as %s", self.path, error.strerror, name)
@@ -121,7 +121,7 @@ class Journal(TrainerCallback):
         line: the newest training log. A node is recorded only once.
         """
         rank, cost, node = line["slowest_rank"], line["slowest_cost"], line["slowest_host"]
-        slow = cost > number("STOKER_SLOW_SHARE", 0.1) > 0
+        slow = cost > number_from_environment("STOKER_SLOW_SHARE", 0.1) > 0
         if not slow or rank != self.slowest:
             self.slow_times = []
         self.slowest = rank
@@ -131,7 +131,7 @@ class Journal(TrainerCallback):
             self.slow_nodes.add(node)
             cause = f"rank {rank} is slowest: the others wait {cost:.0%} of a step for it"
             fault = Fault(node, "slow", cause, self.gpus[rank] if self.gpus else "")
-            logger.warning("slow node %s: %s. %s", node, cause, record([fault]))
+            logger.warning("slow node %s: %s. %s", node, cause, record_faults([fault]))
 
     @override
     def on_save(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
@@ -149,7 +149,7 @@ class Journal(TrainerCallback):
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append a line to metrics.jsonl. Do nothing if another job has locked the directory."""
-        if known_loss(self.path.parent) is not None:
+        if last_lost_lock_message(self.path.parent) is not None:
             return
         text = strict_json({**line, "time": round(time.time(), 3)})
         with self.path.open("a", encoding="utf-8") as file:

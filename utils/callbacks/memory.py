@@ -23,7 +23,7 @@ from utils.checkpoints.files import readable
 from utils.config.errors import ConfigurationError, OutOfMemoryError
 from utils.host.atomic_files import replace_text
 from utils.host.collectives import gathered
-from utils.host.faults import memory_cause, memory_owner, place
+from utils.host.faults import innermost_frame, memory_cause, memory_owner
 from utils.host.machine import global_rank, host_name, memory_kills, memory_room_bytes
 from utils.host.run_lock import note_energy
 
@@ -201,13 +201,13 @@ def memory_page(trainer: Any) -> Iterator[None]:
             raise
         message = None
         with contextlib.suppress(Exception):  # writing may take too much memory
-            message = write_page(trainer, error, cause)
+            message = write_memory_page(trainer, error, cause)
         if message is None:
             raise
         raise OutOfMemoryError(message) from None
 
 
-def write_page(trainer: Any, error: BaseException, cause: BaseException) -> str:
+def write_memory_page(trainer: Any, error: BaseException, cause: BaseException) -> str:
     """Write RUN/out-of-memory-rankN.txt; return the message for the user.
 
     error: the caught exception. cause: the out-of-memory exception, which is `error` itself or the
@@ -215,7 +215,7 @@ def write_page(trainer: Any, error: BaseException, cause: BaseException) -> str:
     """
     progress, rank, owner = trainer.callbacks.progress, global_rank(), memory_owner(cause)
     phase, device = WORDS[progress.phase], trainer.args.device.type if owner == "GPU" else "cpu"
-    where = place(traceback.extract_tb(cause.__traceback__), LIBRARIES)
+    where = innermost_frame(traceback.extract_tb(cause.__traceback__), LIBRARIES)
     asked = re.search(r"allocate ([\d.]+) ?(\w+)", str(cause))
     size = f"{asked[1]} {asked[2]}" if asked else "more"
     headline = f"{host_name()}: out of memory ({owner}), {phase}, step {progress.step}: "

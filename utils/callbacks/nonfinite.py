@@ -19,15 +19,15 @@ from utils.checkpoints.discovery import numbered_checkpoints
 from utils.config.errors import NotFiniteError, SpikeError
 from utils.data.loader import TrainLoader
 from utils.host.atomic_files import replace_text
-from utils.host.collectives import Agreement, gathered, on_rank_0
+from utils.host.collectives import AsyncMax, gathered, on_rank_0
 from utils.host.journal_file import strict_json
 from utils.host.spikes import WINDOW, Spike, next_commands, spikes_in
 
-NAMED = 4  # documents in the message; nonfinite-step-N.json lists all
+LISTED_DOCUMENTS = 4  # documents in the message; nonfinite-step-N.json lists all
 
 
 @dataclass(frozen=True)
-class Finding:
+class FaultyStep:
     """Non-finite losses, gradient norm and weights of a rank in one step, or a loss spike.
 
     Steps are counted from 0.
@@ -59,19 +59,19 @@ class NonFiniteGuard(TrainerCallback):
         self.output_dir, self.context_parallel = Path(output_dir), context_parallel
         self.on_spike = on_spike
         self.judges_gradients = True
-        self.agreement: Agreement | None = None  # while training
+        self.agreement: AsyncMax | None = None  # while training
         self.losses: list[torch.Tensor] = []  # of the current step
         # Copies from the device: the step, its losses and gradient norm (float32), and the event
         # after which the copy is complete (None on a CPU).
         self.pending: list[tuple[int, torch.Tensor, torch.cuda.Event | None]] = []
-        self.findings: list[Finding] = []  # of this rank
+        self.findings: list[FaultyStep] = []  # of this rank
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         self.rank, self.device = args.process_index, args.device
         self.loader: TrainLoader = kwargs["train_dataloader"]
         self.last_step = state.global_step - 1
-        self.agreement = Agreement(args.ddp_timeout)
+        self.agreement = AsyncMax(args.ddp_timeout)
 
     def take_loss(self, loss: torch.Tensor) -> None:
         """Store a copy of a micro-batch's loss."""
@@ -115,9 +115,9 @@ class NonFiniteGuard(TrainerCallback):
         if self.agreement is None:
             return  # training has ended, and all steps are checked
         self._read(wait=True)
-        weights = [] if model is None else spoilt_weights(model)
+        weights = [] if model is None else nonfinite_weights(model)
         if weights and not self.findings:
-            self.findings.append(Finding(self.rank, self.last_step, weights=tuple(weights)))
+            self.findings.append(FaultyStep(self.rank, self.last_step, weights=tuple(weights)))
         group = self.agreement.group
         found = [finding for findings in gathered(self.findings, group) for finding in findings]
         spikes = [finding.spike for finding in found if finding.spike]
@@ -127,7 +127,7 @@ class NonFiniteGuard(TrainerCallback):
             raise SpikeError(f"{spikes[0]}\n{commands}\nto train past it: --on_spike none")
         if found:
             facts = found, self.loader, self.output_dir, self.context_parallel
-            raise NotFiniteError(on_rank_0(lambda: write_report(*facts), group))
+            raise NotFiniteError(on_rank_0(lambda: write_step_report(*facts), group))
 
     def _read(self, wait: bool) -> None:
         while self.pending:
@@ -142,7 +142,7 @@ class NonFiniteGuard(TrainerCallback):
             faulty = {index: loss for index, loss in enumerate(losses) if not math.isfinite(loss)}
             wrong_norm = not math.isfinite(norm) or norm < 0  # DeepSpeed's norm of NaN is -1
             if faulty or wrong_norm:
-                finding = Finding(self.rank, step, faulty, norm if wrong_norm else None)
+                finding = FaultyStep(self.rank, step, faulty, norm if wrong_norm else None)
                 self.findings.append(finding)
 
     @override
@@ -156,7 +156,7 @@ class NonFiniteGuard(TrainerCallback):
         newest = (line for line in reversed(state.log_history) if "loss" in line)
         found = spikes_in([*islice(newest, WINDOW + 2)][::-1])
         if found and found[-1].last_step == state.global_step:
-            self.findings.append(Finding(self.rank, state.global_step - 1, spike=found[-1]))
+            self.findings.append(FaultyStep(self.rank, state.global_step - 1, spike=found[-1]))
 
     @override
     def on_epoch_end(self, *_: Any, **kwargs: Any) -> None:
@@ -170,7 +170,7 @@ class NonFiniteGuard(TrainerCallback):
             self.agreement = None
 
 
-def spoilt_weights(model: nn.Module) -> list[str]:
+def nonfinite_weights(model: nn.Module) -> list[str]:
     """Return the names of trained parameters with a NaN or infinity on this rank; one GPU sync."""
     names, largest = [], []
     for name, parameter in model.named_parameters():
@@ -189,8 +189,8 @@ def spoilt_weights(model: nn.Module) -> list[str]:
     return [name for name, good in zip(names, finite, strict=True) if not good]
 
 
-def write_report(
-    found: Sequence[Finding], loader: TrainLoader, run: Path, context_parallel: int = 1
+def write_step_report(
+    found: Sequence[FaultyStep], loader: TrainLoader, run: Path, context_parallel: int = 1
 ) -> str:
     """Write nonfinite-step-N.json on the earliest step in `found`; return the error message.
 
@@ -228,7 +228,10 @@ def write_report(
         "documents_of": of_what, "documents": [part._asdict() for part in parts],
     }  # fmt: skip
     documents = sorted({(part.dataset, part.document) for part in parts})
-    named = ", ".join(f"{document} of {dataset}" for dataset, document in documents[:NAMED])
+    named = ", ".join(
+        f"{document} of {dataset}" for dataset, document in documents[:LISTED_DOCUMENTS]
+    )
+    named += ", ..." if documents[LISTED_DOCUMENTS:] else ""
     path = run / f"nonfinite-step-{step + 1}.json"
     try:
         replace_text(path, strict_json(facts, indent=1) + "\n")
@@ -237,7 +240,7 @@ def write_report(
         where = f"the list of all could not be written: {error}"
     return (
         f"step {step + 1}: {causes[0]}{more}.\n"
-        f"documents of {of_what}: {named}{', ...' if documents[NAMED:] else ''} ({where})\n"
+        f"documents of {of_what}: {named} ({where})\n"
         "Nothing of this step was saved or exported. The same command meets the same batch again. "
         f"Its documents: python status.py {shlex.quote(str(run))} --step {step + 1}. Leave some "
         "out (--skip_documents FILE --accept_changes skip_documents), or repair them (then add "

@@ -16,7 +16,7 @@ from utils.checkpoints.record import RunRecord
 from utils.config.errors import UnfitClusterError
 from utils.host.collectives import on_rank_0
 from utils.host.journal_file import STARTS
-from utils.launch.ledger import Fault, record
+from utils.launch.ledger import Fault, record_faults
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +27,16 @@ logger = logging.getLogger(__name__)
 # step amplifies earlier differences, so one value may be three times the other.
 LIMITS = (("loss", 0.1, 0.02), ("grad_norm", 2 / 3, 0.02))
 # Changes of these settings or inputs change only the last bits of losses and gradient norms.
-HARMLESS = {"environment", "eval_data", "per_device_train_batch_size", "strategy", "versions"}
+BIT_LEVEL_CHANGES = {
+    "environment",
+    "eval_data",
+    "per_device_train_batch_size",
+    "strategy",
+    "versions",
+}
 # Fields of `launch` in provenance.json. Only starts with the same values compute equal bits.
-ALIKE = "strategy", "world_size", "replicas", "devices", "cpu"
-Values = Mapping[str, Any]  # a line of metrics.jsonl, or an element of `starts` in provenance.json
+LAUNCH_FIELDS = "strategy", "world_size", "replicas", "devices", "cpu"
+Record = Mapping[str, Any]  # a line of metrics.jsonl, or an element of `starts` in provenance.json
 
 
 class ResumeCheck(TrainerCallback):
@@ -55,7 +61,7 @@ class ResumeCheck(TrainerCallback):
         if self.count and self.resumed_at:
             self.due = on_rank_0(lambda: self._steps_to_compare(lines))
 
-    def _steps_to_compare(self, lines: Sequence[Values]) -> list[int]:
+    def _steps_to_compare(self, lines: Sequence[Record]) -> list[int]:
         try:
             *starts, self.new_start = RunRecord(self.journal.path.parent).starts
             index, self.logs = logs_after(self.resumed_at, lines, starts)
@@ -65,11 +71,11 @@ class ResumeCheck(TrainerCallback):
             launches = [start["launch"] for start in (self.old_start, self.new_start)]
             gpus = [{(host, gpu) for host, gpu in launch["gpus"]} for launch in launches]
             self.suspects = sorted(gpus[0] ^ gpus[1])
-            alike = all(launches[0].get(name) == launches[1].get(name) for name in ALIKE)
+            alike = all(launches[0].get(name) == launches[1].get(name) for name in LAUNCH_FIELDS)
             altered = {name for start in later for name in start.get("altered") or ()}
             self.exact = self.deterministic and alike and not altered
-            if self.suspects and not altered <= HARMLESS:
-                changed = ", ".join(sorted(altered - HARMLESS))
+            if self.suspects and not altered <= BIT_LEVEL_CHANGES:
+                changed = ", ".join(sorted(altered - BIT_LEVEL_CHANGES))
                 logger.info("resume check: left out, changed: %s", changed)
             elif self.suspects:
                 due = sorted(self.logs)[: self.count]
@@ -86,7 +92,7 @@ class ResumeCheck(TrainerCallback):
         if step in self.due and "loss" in logs:
             on_rank_0(lambda: self._compare(step, logs))
 
-    def _compare(self, step: int, logs: Values) -> None:
+    def _compare(self, step: int, logs: Record) -> None:
         """Compare the earlier log of a step with the new log (`logs`); log that the nodes agree.
 
         If the logs differ, rename the checkpoints since the resume and raise UnfitClusterError.
@@ -125,12 +131,12 @@ class ResumeCheck(TrainerCallback):
                 f"on, and {new} was wrong. If not, {old} was, and so may be {checkpoint}. "
                 "--verify_resume_steps 0 resumes without this check."
             )
-        raise UnfitClusterError([message, *filter(None, [record(faults.values())])])
+        raise UnfitClusterError([message, *filter(None, [record_faults(faults.values())])])
 
 
 def logs_after(
-    step: int, lines: Iterable[Values], starts: Sequence[Values]
-) -> tuple[int, dict[int, Values]]:
+    step: int, lines: Iterable[Record], starts: Sequence[Record]
+) -> tuple[int, dict[int, Record]]:
     """Return (index, logs) of the first start that logged steps after `step`.
 
     A start is one execution of the script. index: the index of the start in `starts`. logs: {step:
@@ -142,7 +148,7 @@ def logs_after(
     checkpoint was adopted from another directory: metrics.jsonl has the logs of all starts, but
     provenance.json has only the starts until the checkpoint's save.
     """
-    logs: dict[int, Values] = {}
+    logs: dict[int, Record] = {}
     began = [datetime.fromisoformat(start["time"]).timestamp() for start in starts]
     current, counts = 0, False
     for line in lines:
@@ -161,8 +167,8 @@ def logs_after(
 
 
 def logs_by_host(
-    steps: Sequence[int], lines: Iterable[Values], starts: Sequence[Values], but: int
-) -> list[tuple[int, str, Values]]:
+    steps: Sequence[int], lines: Iterable[Record], starts: Sequence[Record], but: int
+) -> list[tuple[int, str, Record]]:
     """Return the logs of `steps` from all starts except the start with index `but`.
 
     The result is a list of (step, host names, log). lines, starts: see `logs_after`
@@ -178,7 +184,7 @@ def logs_by_host(
     return found
 
 
-def difference(old: Values, new: Values, exact: bool) -> str:
+def difference(old: Record, new: Record, exact: bool) -> str:
     """Return a text about metrics that differ too much between two logs of a step, or "".
 
     exact: true if any difference is too much

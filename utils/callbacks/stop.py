@@ -16,7 +16,7 @@ from typing_extensions import override
 from utils.callbacks.progress import Phase, Progress
 from utils.checkpoints.discovery import DAMAGED, set_aside
 from utils.checkpoints.store import Checkpoints
-from utils.host.collectives import Agreement
+from utils.host.collectives import AsyncMax
 from utils.host.journal_file import duration
 from utils.launch.signals import Stage, enter_stage, stop_request
 from utils.launch.slurm import job_end_time
@@ -112,7 +112,7 @@ class StopWatch(TrainerCallback):
         self.clock, self.end_time, self.signalled = clock, end_time, signalled
         self.budget_end = budget_end
         self.stopped = self.spent = self.evaluation_due = self.unscheduled_save = False
-        self.agreement: Agreement | None = None  # while training
+        self.agreement: AsyncMax | None = None  # while training
         self.deadline: Deadline | None = None  # of the job; only on rank 0
         self.budget: Deadline | None = None  # of max_gpu_hours; only on rank 0
         self.request, self.reason = NOTHING, ""  # the request of this rank, and the reason
@@ -159,7 +159,7 @@ class StopWatch(TrainerCallback):
             self.budget = Deadline(left_s, self.saved_at, self.checkpoints, "max_gpu_hours")
         if args.save_strategy == SaveStrategy.NO:
             self.save_minutes = 0.0
-        self.agreement = Agreement(args.ddp_timeout)
+        self.agreement = AsyncMax(args.ddp_timeout)
         self._begin_all_reduce(self.agreement)
 
     def limit_s(self) -> float | None:
@@ -236,7 +236,7 @@ class StopWatch(TrainerCallback):
             self._begin_all_reduce(self.agreement)
         return agreed
 
-    def _begin_all_reduce(self, agreement: Agreement) -> None:
+    def _begin_all_reduce(self, agreement: AsyncMax) -> None:
         agreement.begin_turn(self._own_request())
         self.saved_since_turn = False
 

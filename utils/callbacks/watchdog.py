@@ -19,10 +19,10 @@ from typing_extensions import override
 from utils.callbacks.progress import Phase, Progress
 from utils.config.errors import ExitCode
 from utils.host.atomic_files import replace_text
-from utils.host.faults import place, thread_frames, waits_for_ranks
+from utils.host.faults import innermost_frame, thread_frames, waits_for_ranks
 from utils.host.machine import host_name
 from utils.host.redaction import write_error
-from utils.host.run_lock import known_loss, note_hang
+from utils.host.run_lock import last_lost_lock_message, note_hang
 from utils.launch.verdict import Note, hang_verdict, leave_note, leave_verdict, read_notes
 
 SLOW = 3  # how many times longer the first step, evaluations, saves and the export may take
@@ -122,7 +122,7 @@ class HangWatch(TrainerCallback):
         frames = thread_frames(self.thread)
         text = (
             f"made no progress for {self.silent_s:.0f} s after step {self.step} "
-            f"(beat {self.beats}), in {place(frames, LIBRARIES)}"
+            f"(beat {self.beats}), in {innermost_frame(frames, LIBRARIES)}"
         )
         known = {"beats": self.beats, "waiting": waits_for_ranks(frames)}
         note = leave_note("hung", ExitCode.LOST_RANK, text, self.rank, **known)
@@ -147,7 +147,7 @@ class HangWatch(TrainerCallback):
         The lowest rank that hangs logs the result and writes hang.txt.
         """
         end = time.monotonic() + OTHERS_LIMIT_S
-        while len(records := read_records(self.output_dir, self.began)) < len(self.hosts):
+        while len(records := read_rank_records(self.output_dir, self.began)) < len(self.hosts):
             if time.monotonic() > end:
                 break
             time.sleep(0.1)
@@ -159,8 +159,10 @@ class HangWatch(TrainerCallback):
         leave_verdict(verdict, ExitCode.LOST_RANK)
         if self.rank == min(note.rank for note in notes):
             self._log(verdict)
-            if known_loss(self.output_dir) is None:  # otherwise another job owns the directory
-                write_page(self.output_dir, verdict, self.step, self.hosts, records)
+            if (
+                last_lost_lock_message(self.output_dir) is None
+            ):  # otherwise another job owns the directory
+                write_hang_page(self.output_dir, verdict, self.step, self.hosts, records)
                 self._log(f"where each rank stood: {self.output_dir / PAGE}")
         else:  # let the lowest rank write first: the launcher ends all ranks when one rank ends
             time.sleep(OTHERS_LIMIT_S / 2)
@@ -181,7 +183,7 @@ def leave_record(output_dir: Path, note: Note, phase: str) -> None:
     """Write this rank's note, phase, stacks and collectives to hang/rank-N.json. Raises OSError."""
     stacks = {}
     for thread in threading.enumerate():
-        lines = [place([frame], LIBRARIES) for frame in thread_frames(thread.ident or 0)]
+        lines = [innermost_frame([frame], LIBRARIES) for frame in thread_frames(thread.ident or 0)]
         if thread.name == "MainThread" or any(line.startswith(_THREAD_CODE) for line in lines):
             # Leave out the frames in which Python starts the thread.
             stacks[thread.name] = list(itertools.dropwhile(lambda line: line[0] in "/<", lines))
@@ -199,7 +201,7 @@ def leave_record(output_dir: Path, note: Note, phase: str) -> None:
     replace_text(path, json.dumps(record, indent=1))
 
 
-def read_records(output_dir: Path, since: float) -> dict[int, dict[str, Any]]:
+def read_rank_records(output_dir: Path, since: float) -> dict[int, dict[str, Any]]:
     """Return {rank: content of its hang/rank-N.json}; files before `since` (unix s) are ignored."""
     paths = sorted((output_dir / FOLDER).glob("rank-*.json"))
     records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
@@ -227,7 +229,7 @@ def last_and_pending(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str
     return groups
 
 
-def compare(records: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
+def collective_lines(records: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
     """Return lines of text with the collectives of all ranks, by process group.
 
     A group whose ranks are in different collectives is marked MISMATCH. records: {rank: content of
@@ -250,16 +252,19 @@ def compare(records: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> l
     return lines or ["  none that torch recorded"]
 
 
-def write_page(
+def write_hang_page(
     output_dir: Path, verdict: str, step: int, hosts: Sequence[str], records: Mapping[int, Any]
 ) -> None:
     """Write hang.txt. Ranks with equal stacks share one paragraph. Raises OSError.
 
     verdict: a text about the rank that caused the hang. step: the last finished step. records,
-    hosts: see `compare`.
+    hosts: see `collective_lines`.
     """
     utc = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    lines, pending = [f"{utc}: the run hung after step {step}.", verdict], compare(records, hosts)
+    lines, pending = (
+        [f"{utc}: the run hung after step {step}.", verdict],
+        collective_lines(records, hosts),
+    )
     if any(MISMATCH in line for line in pending):
         lines.append("But ranks are in different collectives, see below: that is the cause.")
     lines += ["", "Collectives under way (all: hang/rank-N.json)", *pending]

@@ -15,7 +15,7 @@ from pathlib import Path
 from utils.checkpoints.files import (
     FINAL,
     MANIFEST,
-    MARGIN,
+    SPACE_MARGIN,
     DamagedCheckpointError,
     Manifest,
     file_problems,
@@ -213,7 +213,7 @@ def checkpoint_problems(
         return [str(error)]
 
 
-def most_at_once(keep: int | None, saves: int) -> int:
+def max_checkpoints(keep: int | None, saves: int) -> int:
     """Return the largest number of checkpoints that exist at the same time, without the best one.
 
     keep: the number of newest checkpoints to keep. None means all. saves: the number of saves in
@@ -262,9 +262,9 @@ def find_room(
         deletable += uncommitted_checkpoints(output_dir)
         old = _old_checkpoints(committed, None if keep is None else keep - 1)
         deletable += old[: max(0, len(committed) - LEAST_KEPT)]
-    size = committed[0][1].size_bytes * MARGIN if committed else estimated_bytes
+    size = committed[0][1].size_bytes * SPACE_MARGIN if committed else estimated_bytes
     needed = count * size + RESERVE_BYTES
-    free = room = free_bytes(output_dir)
+    free = room = free_disk_bytes(output_dir)
     doomed: list[Path] = []
     for directory in deletable:
         if room >= needed:
@@ -310,7 +310,7 @@ def deletable_checkpoints(output_dir: Path) -> list[Path]:
     return [*_old_checkpoints(whole, LEAST_KEPT), *damaged, *left]
 
 
-def free_bytes(directory: Path) -> int:
+def free_disk_bytes(directory: Path) -> int:
     """Return the free bytes of the file system that has `directory`. Quotas are ignored."""
     return shutil.disk_usage(directory).free
 

@@ -30,10 +30,10 @@ from utils.host.atomic_files import (
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+CHECKPOINT_FORMAT = 1
 # Pairs of strategies that can load each other's checkpoints. Both pairs store unsharded weights;
 # the second pair stores one optimizer shard per rank.
-ALIKE = [{"single", "ddp"}, {"zero1", "zero2"}]
+SAME_FORMAT_STRATEGIES = [{"single", "ddp"}, {"zero1", "zero2"}]
 # Files and folders of a run directory.
 CONFIG = "config.yaml"  # the settings of the run's first start
 PROVENANCE = "provenance.json"  # versions, settings and Slurm job of each start and resume
@@ -48,7 +48,7 @@ PROCESSOR_FILES = (
 )  # fmt: skip
 OWN_STATE = "stoker"  # the key of Stoker's own state in a checkpoint's trainer_state.json
 RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # a run's id is a part of file names
-MARGIN = 1.02  # each checkpoint is a little larger than the previous one, because logs grow
+SPACE_MARGIN = 1.02  # each checkpoint is a little larger than the previous one, because logs grow
 # Files of a model's configuration and a tokenizer, without tensors.
 DESCRIPTIONS = frozenset({".json", ".jinja", ".txt", ".model"})
 # One core hashes about a gigabyte per second, so several cores hash parts of a file.
@@ -269,7 +269,7 @@ def read_manifest(directory: Path) -> Manifest:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text)
         number, committed = content["format"], content.get("checkpoint")
-        if not (isinstance(number, int) and number > FORMAT):
+        if not (isinstance(number, int) and number > CHECKPOINT_FORMAT):
             if text != _text(committed):
                 raise DamagedCheckpointError(f"{MANIFEST} is not as it was written")
             files = {name: FileRecord(**record) for name, record in committed.pop("files").items()}
@@ -283,8 +283,8 @@ def read_manifest(directory: Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"{MANIFEST} cannot be read ({error})") from error
     raise ConfigurationError(
-        f"{path} has format {number}, a later version of Stoker wrote it (this one knows {FORMAT}):"
-        " update, or name another --output_dir."
+        f"{path} has format {number}, a later version of Stoker wrote it (this one knows "
+        f"{CHECKPOINT_FORMAT}): update, or name another --output_dir."
     )
 
 
@@ -301,7 +301,7 @@ def _has_valid_types(manifest: Manifest) -> bool:
 
 def _text(committed: Mapping[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(committed, sort_keys=True).encode()).hexdigest()
-    content = {"format": FORMAT, "checkpoint": committed, "sha256": digest}
+    content = {"format": CHECKPOINT_FORMAT, "checkpoint": committed, "sha256": digest}
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
@@ -311,7 +311,7 @@ def check_layout(checkpoint: Path, strategy: str) -> None:
     A strategy loads its own checkpoints, and checkpoints of the strategy that ALIKE pairs with it.
     """
     written = read_manifest(checkpoint).strategy
-    if written == strategy or {written, strategy} in ALIKE:
+    if written == strategy or {written, strategy} in SAME_FORMAT_STRATEGIES:
         return
     raise ConfigurationError(
         f"{checkpoint} was written under {written} and cannot be loaded under {strategy}: resume "

@@ -24,7 +24,7 @@ from utils.host.atomic_files import paths_inside
 
 # Suffixes of files that are not pickles. A .distcp shard has pickled parts at offsets that are in
 # `.metadata`: `_check_sharded` checks these parts.
-HARMLESS = frozenset({
+HARMLESS_SUFFIXES = frozenset({
     ".json", ".jsonl", ".yaml", ".safetensors", ".jinja", ".txt", ".md", ".model", ".py", ".distcp",
 })  # fmt: skip
 # Names allowed in .metadata, besides torch's dtypes. These classes only store their arguments.
@@ -85,7 +85,7 @@ def forbidden(path: Path) -> str | None:
         elif path.name.startswith("latest"):  # DeepSpeed: a folder's name
             folder = path.read_text(encoding="utf-8").strip()
             paths_inside(path.parent, [f"{folder}/mp_rank_00_model_states.pt"], path)
-        elif path.suffix not in HARMLESS:
+        elif path.suffix not in HARMLESS_SUFFIXES:
             with skip_data():
                 if path.name.endswith(".metadata"):
                     _check_sharded(path)

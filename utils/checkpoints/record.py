@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 # Errors that parsing a damaged file raises.
 FAULTS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-WRONG = {
+DAMAGE_REASONS = {
     CONFIG: "is not as the first start wrote it",
     PROVENANCE: "is not as earlier starts wrote it",
 }
@@ -216,11 +216,11 @@ class RunRecord:
         says that the file was changed. The caller uses this text if file and copy differ.
         """
         try:
-            return parse((self.directory / name).read_text(encoding="utf-8")), WRONG[name]
+            return parse((self.directory / name).read_text(encoding="utf-8")), DAMAGE_REASONS[name]
         except OSError as error:
             return None, f"cannot be read ({error.strerror})"
         except FAULTS as error:
-            return None, f"{WRONG[name]} ({error})"
+            return None, f"{DAMAGE_REASONS[name]} ({error})"
 
     def _report_lost(self, name: str, problem: str) -> str:
         """Raise ConfigurationError for a lost file. If `lenient`, return the error text instead.

@@ -25,7 +25,7 @@ import torch
 from utils.checkpoints.discovery import LEAST_KEPT, checkpoint_problems, make_room, rotate
 from utils.checkpoints.files import (
     MANIFEST,
-    MARGIN,
+    SPACE_MARGIN,
     FileRecord,
     Manifest,
     flush,
@@ -41,12 +41,12 @@ from utils.host.atomic_files import locked_directory, remove_abandoned
 from utils.host.collectives import cpu_group, on_every_rank, on_rank_0
 from utils.host.journal_file import FILE_NAME as JOURNAL
 from utils.host.machine import host_name, memory_room_bytes
-from utils.host.run_lock import taken_over
+from utils.host.run_lock import lost_lock_message
 
 logger = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - mkdtemp makes a private directory in it
-PREFIX = "stoker-staged-"
+STAGED_PREFIX = "stoker-staged-"
 # Ranks may wait long while one rank writes a large file. A dead rank is noticed sooner, because its
 # connection closes.
 GROUP_TIMEOUT_S = 24 * 3600
@@ -71,7 +71,7 @@ class BackgroundWriter:
     """
 
     def __init__(self, run_id: str, rank: int):
-        self.rank, self.prefix = rank, f"{PREFIX}{run_id}-{rank}-"
+        self.rank, self.prefix = rank, f"{STAGED_PREFIX}{run_id}-{rank}-"
         self.directory: Path | None = None  # in /dev/shm; the descriptor `lock` locks it
         self.lock = -1
         self.group = cpu_group(GROUP_TIMEOUT_S)
@@ -86,9 +86,11 @@ class BackgroundWriter:
         Then each node needs room for a whole checkpoint (`all_bytes`). All ranks must call this.
         """
         own = all_bytes if own_bytes is None else own_bytes
-        rooms = on_every_rank(lambda: (host_name(), own, free_bytes()))
+        rooms = on_every_rank(lambda: (host_name(), own, free_shared_memory_bytes()))
         for host in dict.fromkeys(host for host, _, _ in rooms):
-            needed = MARGIN * min(sum(one for name, one, _ in rooms if name == host), all_bytes)
+            needed = SPACE_MARGIN * min(
+                sum(one for name, one, _ in rooms if name == host), all_bytes
+            )
             free = min(free for name, _, free in rooms if name == host)
             if free < needed:
                 logger.warning(
@@ -142,7 +144,7 @@ class BackgroundWriter:
         return [name for name, writer in writers.items() if writer == self.rank]
 
 
-def free_bytes() -> int:
+def free_shared_memory_bytes() -> int:
     """Return the bytes that still fit into /dev/shm within the job's memory limit."""
     if not MEMORY.is_dir():
         return 0
@@ -152,12 +154,12 @@ def free_bytes() -> int:
 
 def remove_leftovers() -> None:
     """Remove the directories in /dev/shm that killed processes of this user left."""
-    for directory in remove_abandoned(MEMORY, PREFIX):
+    for directory in remove_abandoned(MEMORY, STAGED_PREFIX):
         logger.warning("%s was left in memory by a run that was killed: removed", directory)
 
 
 def _check_run_lock(output_dir: Path) -> None:
-    if lost := taken_over(output_dir):
+    if lost := lost_lock_message(output_dir):
         raise ConfigurationError(f"{host_name()}: {lost} Nothing more is written there.")
 
 

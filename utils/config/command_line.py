@@ -11,9 +11,9 @@ from typing import Any
 
 from utils.config.declarations import (
     FLAGS_RANK,
-    Check,
     Declaration,
-    Given,
+    SettingsCheck,
+    SettingValue,
     SettingValues,
     UnusableSettingError,
     checked_value,
@@ -27,8 +27,8 @@ from utils.config.foreign_words import other_names, our_name, refused, unknown_n
 from utils.config.recipes import read_recipes, scalar
 
 CONFIG_FLAG = "config"
-COMMANDS = ("train", "sft", "pretrain", "preprocess")  # as in axolotl train, trl sft
-OF_ANOTHER_TOOLKIT = 4  # this many unknown settings suggest a recipe of another toolkit
+FOREIGN_COMMANDS = ("train", "sft", "pretrain", "preprocess")  # as in axolotl train, trl sft
+MIN_FOREIGN_SETTINGS = 4  # this many unknown settings suggest a recipe of another toolkit
 _TRUTHS = {
     **dict.fromkeys(("true", "yes", "t", "y", "1"), True),
     **dict.fromkeys(("false", "no", "f", "n", "0"), False),
@@ -38,14 +38,14 @@ _TRUTHS = {
 _OVERRIDE = re.compile(r"[+~]*[A-Za-z_][\w.@]*=")
 
 # A function that resets or derives settings and adds a line to `notes` for each.
-Settlement = Callable[[SettingValues], None]
+Derivation = Callable[[SettingValues], None]
 
 
 def read_settings(
     argument_classes: Sequence[type],
     argv: Sequence[str] | None = None,
-    settle: Sequence[Settlement] = (),
-    checks: Sequence[Check] = (),
+    settle: Sequence[Derivation] = (),
+    checks: Sequence[SettingsCheck] = (),
     prog: str = "",
     description: str | None = None,
 ) -> SettingValues:
@@ -69,7 +69,7 @@ def read_settings(
     problems += recipe_problems
     complete = not problems  # a faulty file may have the settings that seem to be missing
     entries = dict(without_sections(entries, declared))
-    entries |= {name: Given(words, f"--{name}", FLAGS_RANK) for name, words in flags.items()}
+    entries |= {name: SettingValue(words, f"--{name}", FLAGS_RANK) for name, words in flags.items()}
     values = _checked_values(entries, declared, problems)
     problems[:0] = _import_advice(entries, values)
     for settlement in settle:
@@ -88,13 +88,13 @@ def read_settings(
     return values
 
 
-def _import_advice(entries: Mapping[str, Given], values: SettingValues) -> Iterator[str]:
+def _import_advice(entries: Mapping[str, SettingValue], values: SettingValues) -> Iterator[str]:
     """Yield the import command for each recipe that has many unknown settings."""
     names = (name for name in values.unusable - values.declared.keys() if "." not in name)
     unknown = [entries[name] for name in names]  # the importer's toolkits have flat configs
     files = Counter(each.source.rpartition(":")[0] for each in unknown if each.rank != FLAGS_RANK)
     for file, number in files.items():
-        if number >= OF_ANOTHER_TOOLKIT:
+        if number >= MIN_FOREIGN_SETTINGS:
             yield (
                 f"{file}: if it is a config of axolotl, LLaMA-Factory or TRL, convert it with "
                 f"python -m utils.importing {file} --output_dir imported"
@@ -110,7 +110,7 @@ def check_required(values: SettingValues) -> Iterator[str]:
 
 
 def _checked_values(
-    entries: Mapping[str, Given], declared: Mapping[str, Declaration], problems: list[str]
+    entries: Mapping[str, SettingValue], declared: Mapping[str, Declaration], problems: list[str]
 ) -> SettingValues:
     """Convert the entries to the types of the settings. Add error texts to `problems`."""
     values = SettingValues(declared, {})
@@ -139,8 +139,8 @@ def _checked_values(
 
 
 def without_sections(
-    entries: Mapping[str, Given], declared: Mapping[str, Declaration]
-) -> Iterator[tuple[str, Given]]:
+    entries: Mapping[str, SettingValue], declared: Mapping[str, Declaration]
+) -> Iterator[tuple[str, SettingValue]]:
     """Yield (name, value) of all entries. A section `optimizer: {lr: 1}` becomes `optimizer.lr`."""
     for name, entry in entries.items():
         is_value = name in declared and f"{name}_overrides" not in declared
@@ -164,7 +164,9 @@ def mapping_of(name: str, declared: Mapping[str, Declaration]) -> str:
     return next((each for each in found if dot and dict in declared[each].origins), "")
 
 
-def with_value(mapping: Given | None, path: Sequence[str], entry: Given) -> Given:
+def with_value(
+    mapping: SettingValue | None, path: Sequence[str], entry: SettingValue
+) -> SettingValue:
     """Return a copy of the mapping with the value of `entry` at `path`, a list of nested keys.
 
     A mapping with a higher rank than `entry` is returned unchanged (see Given).
@@ -181,10 +183,10 @@ def with_value(mapping: Given | None, path: Sequence[str], entry: Given) -> Give
         inner[section] = dict(before) if isinstance(before, dict) else {}
         inner = inner[section]
     inner[path[-1]] = value
-    return Given(whole, entry.source, entry.rank)
+    return SettingValue(whole, entry.source, entry.rank)
 
 
-def _value_as_typed(ours: str, entry: Given, declared: Mapping[str, Declaration]) -> str:
+def _value_as_typed(ours: str, entry: SettingValue, declared: Mapping[str, Declaration]) -> str:
     """Return the value of `entry` as text to type after `ours`, Stoker's name of the setting.
 
     Returns "" if the value does not have the setting's type.
@@ -224,7 +226,7 @@ def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
             words.append(word)
         else:
             hint = f"give it as {f'--config {word}' if is_recipe else '--NAME VALUE'}"
-            advice = "leave it out: each script has one task" if word in COMMANDS else hint
+            advice = "leave it out: each script has one task" if word in FOREIGN_COMMANDS else hint
             problems.append(f"unexpected argument {word!r}: {advice}")
     if flags.get(CONFIG_FLAG) == []:
         problems.append(f"--{CONFIG_FLAG}: expected at least one recipe file")

@@ -18,7 +18,7 @@ from utils.config.errors import ConfigurationError
 from utils.config.foreign_words import refused
 
 # Defaults that mean "nothing". A setting with such a default may be set to null.
-NOTHING: tuple[Any, ...] = (None, [], {}, "", "no", "none", False, 0, -1)
+EMPTY_DEFAULTS: tuple[Any, ...] = (None, [], {}, "", "no", "none", False, 0, -1)
 _TYPE_NAMES: dict[Any, str] = {
     bool: "true or false", int: "an integer", float: "a number", str: "a string",
     dict: "a mapping", list: "a list", NoneType: "null",
@@ -112,7 +112,7 @@ def checked_value(declaration: Declaration, value: Any) -> Any:
     """
     choices, origins, got = declaration.choices, declaration.origins, json.dumps(value, default=str)
     if value is None and not declaration.required:
-        if NoneType in origins or declaration.default in NOTHING:
+        if NoneType in origins or declaration.default in EMPTY_DEFAULTS:
             return None if NoneType in origins else declaration.default
         raise ValueError(f"it cannot be null; leave it out for {declaration.default}")
     if choices is not None:
@@ -178,7 +178,7 @@ def placeholder(declaration: Declaration) -> str:
 
 
 @dataclass(frozen=True)
-class Given:
+class SettingValue:
     """A setting's value and its source: "recipes/demo.yaml:3", "--seed", or why it was derived.
 
     rank: precedence of the source. A derived value has 0, the recipe files have 1, 2, ... in
@@ -190,7 +190,7 @@ class Given:
     rank: int = 0
 
 
-DEFAULT = Given(None, "default")
+DEFAULT = SettingValue(None, "default")
 
 
 @dataclass(eq=False)
@@ -203,7 +203,7 @@ class SettingValues(Mapping[str, Any]):
     """
 
     declared: Mapping[str, Declaration]
-    given: dict[str, Given]
+    given: dict[str, SettingValue]
     unusable: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -252,7 +252,7 @@ class SettingValues(Mapping[str, Any]):
 
     def derive(self, name: str, value: Any, why: str) -> None:
         """Set a value that follows from other settings, and add a line to `notes`."""
-        self.given[name] = Given(value, why)
+        self.given[name] = SettingValue(value, why)
         self.notes.append(f"{name} {shown(value)}: {why}")
 
     def changed(self, name: str) -> bool:
@@ -282,7 +282,7 @@ class SettingValues(Mapping[str, Any]):
 
 
 # A function that reads the values of all settings and yields a line per fault.
-Check = Callable[[SettingValues], Iterable[str]]
+SettingsCheck = Callable[[SettingValues], Iterable[str]]
 
 
 @cache

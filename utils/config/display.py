@@ -12,7 +12,7 @@ from utils.config.foreign_words import refused, unknown_name
 from utils.config.recipes import entry_text
 from utils.config.rules import RULES
 
-WIDTH = 98  # columns of help texts
+HELP_WIDTH = 98  # columns of help texts
 
 OF_A_COMMAND = ("dry_run", "assume", "suggest")  # --print_config leaves them out
 
@@ -75,7 +75,7 @@ def _short_help(declared: Mapping[str, Declaration], prog: str) -> Iterator[str]
         yield from _two_columns(f"--{flag}", text)
     topics = f"A topic: --help {'|'.join(_topics(declared))}"
     yield ""
-    yield from textwrap.wrap(topics, WIDTH, break_long_words=False)
+    yield from textwrap.wrap(topics, HELP_WIDTH, break_long_words=False)
     yield (
         f"All {len(declared)} settings: --help all. One of them: --help learning_rate. "
         "To read: docs/howto.md"
@@ -87,7 +87,9 @@ def _two_columns(left: str, right: str, width: int = 38) -> list[str]:
     if len(value) > (room := width - len(name) - 4):
         value = f"{value[: max(0, room - 3)].rpartition('|')[0]}|...".lstrip("|")
     left = f"  {name} {value}".ljust(width)
-    return textwrap.wrap(left + right, WIDTH, subsequent_indent=" " * width, break_on_hyphens=False)
+    return textwrap.wrap(
+        left + right, HELP_WIDTH, subsequent_indent=" " * width, break_on_hyphens=False
+    )
 
 
 def _full_help(declared: Mapping[str, Declaration]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.declarations import SettingValues, is_true
-from utils.config.rules import leave_out
+from utils.config.rules import reset_setting
 
 # Variables of MPI launchers and srun. accelerate/utils/environment.py reads them as a launch.
 MPI_VARIABLES = ("PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
@@ -33,7 +33,7 @@ REPLICAS, SHARDS = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_D
 _HSDP_SIZES = (REPLICAS, SHARDS)
 _USE_PARALLEL = "ACCELERATE_USE_PARALLELISM_CONFIG"
 # {setting on accumulation or exchange of gradients: libraries that ignore the setting}.
-OF_DDP = {"ddp_comm_hook": ("FSDP", "DEEPSPEED"), "batch_warmup": ("DEEPSPEED",)}
+IGNORED_BY = {"ddp_comm_hook": ("FSDP", "DEEPSPEED"), "batch_warmup": ("DEEPSPEED",)}
 _USE_DDP = "use strategy: multi_gpu, or leave it out"
 _USE_FSDP2 = "remove it: fsdp2 splits a model over all GPUs; toolkits with it: docs/parallelism.md"
 
@@ -84,7 +84,7 @@ def _exceeds_one(value: str) -> bool:
 
 
 # (variable, test for wrong values, reason); the reason completes "NAME VALUE: ...".
-WRONG: tuple[tuple[str, Callable[[str], bool], str], ...] = (
+WRONG_VARIABLES: tuple[tuple[str, Callable[[str], bool], str], ...] = (
     ("PARALLELISM_CONFIG_TP_SIZE", _exceeds_one,
      "tensor parallelism is not supported, ranks of a group would read different data and the loss "
      f"would be wrong; {_USE_FSDP2}"),
@@ -110,7 +110,7 @@ WRONG: tuple[tuple[str, Callable[[str], bool], str], ...] = (
 
 def launch_faults(variables: Mapping[str, str]) -> Iterator[str]:
     """Yield a line for each variable of accelerate that would make training wrong."""
-    for name, is_wrong, why in WRONG:
+    for name, is_wrong, why in WRONG_VARIABLES:
         if name in variables and is_wrong(variables[name]):
             key = name.removeprefix("ACCELERATE_").lower()
             yield f"{key} {variables[name]}: {why}"
@@ -152,7 +152,7 @@ def derive_group_sizes(values: SettingValues) -> None:
         sizes = {REPLICAS: str(values.world_size // shards), SHARDS: str(shards)}
         values.environment = {**environment, **sizes}
     elif not is_hybrid(environment) and 0 < values.rank("dp_shard") < values.rank("strategy"):
-        leave_out(values, "dp_shard", "strategy")
+        reset_setting(values, "dp_shard", "strategy")
     elif shards and values.world_size == 1:
         values.notes.append(f"{values.shown('dp_shard')} has no effect on one process")
 
@@ -194,7 +194,7 @@ def check_launch_settings(values: SettingValues) -> Iterator[str]:
     yield from (f"the accelerate config or command: {fault}" for fault in faults)
     if not faults:
         yield from _hsdp_faults(values)
-    for name, libraries in OF_DDP.items():
+    for name, libraries in IGNORED_BY.items():
         used = [each for each in libraries if is_true(f"ACCELERATE_USE_{each}", environment)]
         if values[name] and used:
             yield f"{values.shown(name)}: {used[0]} sums gradients in its own way: {_USE_DDP}"
@@ -252,7 +252,7 @@ def _deepspeed_file_faults(file: str, values: SettingValues, processes: int) -> 
 
 
 @contextmanager
-def launch_for_libraries(values: SettingValues) -> Iterator[None]:
+def launch_environment(values: SettingValues) -> Iterator[None]:
     """Set the launch's variables in os.environ while the with block builds TrainingArguments.
 
     The precision of the accelerate config is removed, because it would overrule `bf16: false`. A

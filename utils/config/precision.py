@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from utils.config.declarations import Given, SettingValues, is_true, shown
+from utils.config.declarations import SettingValue, SettingValues, is_true, shown
 from utils.config.launch_settings import PRECISION_VARIABLE
 from utils.config.recipes import load_file
 from utils.config.strategy import assumed_gpus
@@ -36,11 +36,15 @@ def settle_precision(values: SettingValues) -> None:
     if values["bf16"] is None:
         choice = _default_bf16(values, by_launch)
         _choose(values, "bf16", choice)
-        if choice == Given(False, BY_LAUNCH):
-            values.given["fp16"] = Given(True, BY_LAUNCH)
+        if choice == SettingValue(False, BY_LAUNCH):
+            values.given["fp16"] = SettingValue(True, BY_LAUNCH)
     if values[RECOMPUTED] is None and not values.get("activation_offloading"):
         on_gpu = trains_on_fast_gpu(values)
-        _choose(values, RECOMPUTED, Given("auto", FAST_GPU) if on_gpu else Given(None, "default"))
+        _choose(
+            values,
+            RECOMPUTED,
+            SettingValue("auto", FAST_GPU) if on_gpu else SettingValue(None, "default"),
+        )
     chosen = [name for name in CHOSEN if values.source(name) == FAST_GPU]
     if chosen:
         off = "off: " + ", ".join(
@@ -51,14 +55,14 @@ def settle_precision(values: SettingValues) -> None:
         choices = ", ".join(f"{name} {shown(values[name])}" for name in chosen)
         values.notes.append(f"{choices}: {FAST_GPU} ({off})")
     if values["bf16"] and settles_device and _computes_on_cpu(values) and not values["use_cpu"]:
-        values.given["use_cpu"] = Given(True, "bf16 on a CPU")  # or Trainer refuses bf16
+        values.given["use_cpu"] = SettingValue(True, "bf16 on a CPU")  # or Trainer refuses bf16
     if by_launch in ("bf16", "fp16") and not values[by_launch]:
         name = values.shown("fp16" if values["fp16"] else "bf16")
         written = f"mixed_precision {by_launch} of the accelerate config"
         values.notes.append(f"{written} has no effect: {name}")
 
 
-def _choose(values: SettingValues, name: str, choice: Given) -> None:
+def _choose(values: SettingValues, name: str, choice: SettingValue) -> None:
     """Set the setting `name` to `choice`.
 
     But a resumed run keeps its first value if the choice depends on the machine (BY_MACHINE).
@@ -66,7 +70,7 @@ def _choose(values: SettingValues, name: str, choice: Given) -> None:
     before = settings_of_run(values)
     old = before.get(name) if name == RECOMPUTED else bool(before.get(name))
     if before and choice.source in BY_MACHINE and old != choice.value:
-        values.given[name] = Given(old, "as this run began")
+        values.given[name] = SettingValue(old, "as this run began")
         values.notes.append(f"{values.shown(name)}; a new run here has {shown(choice.value)}")
     else:
         values.given[name] = choice
@@ -90,28 +94,28 @@ def settings_of_run(values: SettingValues) -> dict[str, Any]:
     return {}
 
 
-def _default_bf16(values: SettingValues, by_launch: str) -> Given:
+def _default_bf16(values: SettingValues, by_launch: str) -> SettingValue:
     """Return the value of `bf16` if the user did not set it. The result's source is the reason.
 
     by_launch: mixed_precision of the accelerate config, "no", "bf16" or "fp16"
     """
     if values["fp16"]:
-        return Given(False, values.shown("fp16"))
+        return SettingValue(False, values.shown("fp16"))
     if by_launch == "bf16" or (by_launch == "fp16" and not values.rank("fp16")):
-        return Given(by_launch == "bf16", BY_LAUNCH)
+        return SettingValue(by_launch == "bf16", BY_LAUNCH)
     with suppress(OSError, ValueError, LookupError, TypeError):  # no file, or without this key
         file = Path(values.environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"])
         written = json.loads(file.read_text(encoding="utf-8"))["bf16"]["enabled"]
         if isinstance(written, bool):  # else "auto"
-            return Given(written, "the DeepSpeed file says so")
+            return SettingValue(written, "the DeepSpeed file says so")
     on_gpu = trains_on_fast_gpu(values)
     # PEFT keeps adapters in float32. Without mixed precision they would multiply in float32.
     adapters = on_gpu and values["use_peft"] and values["dtype"] in ("auto", "bfloat16")
     if values["dtype"] not in (None, "float32") and not adapters:
-        return Given(False, values.shown("dtype"))
+        return SettingValue(False, values.shown("dtype"))
     if on_gpu or (_computes_on_cpu(values) and has_fast_bf16()):
-        return Given(True, FAST_GPU if on_gpu else FAST_CPU)
-    return Given(False, "default")
+        return SettingValue(True, FAST_GPU if on_gpu else FAST_CPU)
+    return SettingValue(False, "default")
 
 
 def trains_on_fast_gpu(values: SettingValues) -> bool:

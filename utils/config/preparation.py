@@ -209,7 +209,7 @@ ENTRY_KEYS = (
 )
 
 
-def sources_of(arguments: PreparationArguments) -> list[Source]:
+def parse_sources(arguments: PreparationArguments) -> list[Source]:
     """Parse the settings `sources` and `eval_sources`. Raises ConfigurationError.
 
     All plain paths of a split become one Source. Each mapping becomes another Source.

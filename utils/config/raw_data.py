@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from utils.config.arguments import DataArguments, eval_splits, train_sources
-from utils.config.declarations import FLAGS_RANK, Given, SettingValues
+from utils.config.declarations import FLAGS_RANK, SettingValue, SettingValues
 from utils.config.errors import did_you_mean
 from utils.config.preparation import TRAIN, VALIDATION, RawDataArguments
 from utils.host.redaction import redact
@@ -63,7 +63,7 @@ def datasets_of_raw(sources: Mapping[str, float | None], taken: Collection[str])
     return names
 
 
-def take_out_raw(data: DataArguments, output_dir: str) -> tuple[DataArguments, RawData | None]:
+def replace_raw_files(data: DataArguments, output_dir: str) -> tuple[DataArguments, RawData | None]:
     """Replace raw files in train_data and eval_data by the datasets that the run prepares.
 
     Return the new settings and the raw files. Without raw files, return `data` itself and None.
@@ -78,7 +78,7 @@ def take_out_raw(data: DataArguments, output_dir: str) -> tuple[DataArguments, R
         train.append(entry if weight is None else f"{entry}={weight:.12g}")
     held_out = {name: path for name, path in splits.items() if is_raw(path)}
     splits |= {name: f"{folder}/{name}" for name in held_out}
-    if data.validation_fraction and held_out.get(VALIDATION) in raw:  # see `hold_out`
+    if data.validation_fraction and held_out.get(VALIDATION) in raw:  # see `add_validation_split`
         del held_out[VALIDATION]
     named = [(name, path) for path, name in raw.items() if name != TRAIN] + [*held_out.items()]
     replaced = replace(
@@ -97,7 +97,7 @@ def take_out_raw(data: DataArguments, output_dir: str) -> tuple[DataArguments, R
     return replaced, prepared
 
 
-def hold_out(values: SettingValues) -> None:
+def add_validation_split(values: SettingValues) -> None:
     """Add the split `validation` to eval_data if validation_fraction splits raw files."""
     with suppress(ValueError):  # check_forms reports it
         raw = [path for path in train_sources(values["train_data"] or []) if is_raw(path)]
@@ -107,7 +107,9 @@ def hold_out(values: SettingValues) -> None:
         if raw and values["validation_fraction"] and VALIDATION not in eval_splits(splits):
             rank = max(values.rank("eval_data"), values.rank("validation_fraction"))
             source = values.source("validation_fraction")
-            values.given["eval_data"] = Given([*splits, f"{VALIDATION}={raw[0]}"], source, rank)
+            values.given["eval_data"] = SettingValue(
+                [*splits, f"{VALIDATION}={raw[0]}"], source, rank
+            )
 
 
 def check_raw_data(values: SettingValues) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from utils.config.declarations import Given
+from utils.config.declarations import SettingValue
 from utils.config.errors import did_you_mean
 from utils.host.redaction import MASK
 
@@ -123,17 +123,17 @@ def entry_text(name: str, value: Any, comment: str = "") -> str:
     return f"{text.rstrip():<40} # {comment}\n"
 
 
-def read_recipes(paths: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
+def read_recipes(paths: Sequence[str]) -> tuple[dict[str, SettingValue], list[str]]:
     """Return {name: value with its source} of all recipes, and a list of error texts.
 
     If several recipes set a name, the last value is returned.
     """
-    values: dict[str, Given] = {}
+    values: dict[str, SettingValue] = {}
     problems: list[str] = []
     files = (file for path in paths for file in _with_base_recipes(Path(path), (), problems))
     for rank, (path, settings) in enumerate(files, 1):
         for name, (value, line) in settings.items():
-            values[name] = Given(value, f"{path}:{line}", rank)
+            values[name] = SettingValue(value, f"{path}:{line}", rank)
     return values, problems
 
 

@@ -14,7 +14,7 @@ from utils.config.arguments import eval_splits, profiled_steps, token_count, tra
 from utils.config.declarations import (
     LM_EVAL,
     TORCHAO,
-    Check,
+    SettingsCheck,
     SettingValues,
     UnusableSettingError,
     is_installed,
@@ -27,9 +27,9 @@ from utils.config.raw_data import check_raw_data
 from utils.config.strategy import check_strategy
 
 # Settings that need a metric_for_best_model.
-BEST_MODEL_JUDGES = ("save_best", "load_best_model_at_end", "early_stopping_patience")
+NEED_BEST_METRIC = ("save_best", "load_best_model_at_end", "early_stopping_patience")
 # Functions that parse the text of a setting, and raise ValueError.
-READERS: dict[str, Callable[[Any], object]] = {
+PARSERS: dict[str, Callable[[Any], object]] = {
     "max_tokens": token_count,
     "profile_steps": profiled_steps,
     "train_data": train_sources,
@@ -41,7 +41,7 @@ READERS: dict[str, Callable[[Any], object]] = {
 
 def check_forms(values: SettingValues) -> Iterator[str]:
     """Yield an error text for each setting that cannot be parsed; mark the setting unusable."""
-    for name, read in READERS.items():
+    for name, read in PARSERS.items():
         try:
             if name not in values.unusable and values[name] is not None:
                 read(values[name])
@@ -140,7 +140,7 @@ def check_backend(values: SettingValues) -> Iterator[str]:
         yield f"{shown}: torch has no such backend here; leave it out"
 
 
-def check_context_parallel(values: SettingValues) -> Iterator[str]:
+def check_context_parallel_ranks(values: SettingValues) -> Iterator[str]:
     """Yield error texts if context_parallel does not fit the ranks, attention or strategy."""
     size, processes, environment = values["context_parallel"], values.world_size, values.environment
     shown = values.shown("context_parallel")
@@ -184,7 +184,7 @@ def check_evaluation(values: SettingValues) -> Iterator[str]:
     metrics = [f"eval_{name}_{kind}" for name in splits for kind in ("loss", "perplexity")]
     metric, known = values["metric_for_best_model"], f"one of {', '.join(metrics)}"
     if metric is None:
-        judges = [name for name in BEST_MODEL_JUDGES if values[name]]
+        judges = [name for name in NEED_BEST_METRIC if values[name]]
         if values["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy"):
             judges.append("lr_scheduler_type")
         for judge in judges:
@@ -248,7 +248,7 @@ def check_pretraining(values: SettingValues) -> Iterator[str]:
         yield f"{values.shown('on_overlong')}: pretraining splits long documents; leave it out"
 
 
-FINE_TUNING_CHECKS: tuple[Check, ...] = (
+FINE_TUNING_CHECKS: tuple[SettingsCheck, ...] = (
     check_forms,
     check_raw_data,
     check_run,
@@ -259,7 +259,7 @@ FINE_TUNING_CHECKS: tuple[Check, ...] = (
     check_precision,
     check_fp8,
     check_backend,
-    check_context_parallel,
+    check_context_parallel_ranks,
     check_evaluation,
     check_ranges,
 )

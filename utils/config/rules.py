@@ -11,7 +11,7 @@ OF_EVALUATIONS = (
     "greater_is_better"
 )
 ADAMW = ("adamw_torch", "adamw_torch_fused")
-LORA = (
+LORA_SETTINGS = (
     "lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters "
     "lora_modules_to_save use_rslora use_dora"
 )
@@ -71,7 +71,7 @@ CONTRADICTIONS: Rules = (
     ("init_from", _is(None), "init_optimizer"),
     ("model_config", _is(None), "model_config_overrides"),
     ("model_config", _is_given, "model_name_or_path"),
-    ("use_peft", _is(False), LORA),
+    ("use_peft", _is(False), LORA_SETTINGS),
     ("use_peft", _is(True), "init_optimizer freeze train_only"),
     # The types in which weights are stored and used.
     ("bf16", _is(True), "fp16 stochastic_rounding"),
@@ -85,7 +85,7 @@ CONTRADICTIONS: Rules = (
 RULES = (*MOOT, *CONTRADICTIONS)
 
 
-def leave_out_overruled(values: SettingValues) -> None:
+def reset_overruled(values: SettingValues) -> None:
     """Reset settings of a recipe that contradict a flag or a later recipe.
 
     Also reset settings that have no effect because of another setting of the user (see MOOT). If
@@ -94,18 +94,18 @@ def leave_out_overruled(values: SettingValues) -> None:
     rank = values.rank
     for name, cause in _without_effect(values, CONTRADICTIONS):
         if 0 < rank(name) < rank(cause):
-            leave_out(values, name, cause)
+            reset_setting(values, name, cause)
     for name, cause in _without_effect(values, MOOT):
         if rank(name) > 0 and rank(cause) > 0:
-            leave_out(values, name, cause)
+            reset_setting(values, name, cause)
 
 
-def leave_out_moot(values: SettingValues) -> None:
+def reset_without_effect(values: SettingValues) -> None:
     """Reset settings without effect (see MOOT). Call this after all missing values are derived."""
     for name, cause in _without_effect(values, MOOT):
         # A value that is off or null has no effect anyway.
         if values.rank(name) > 0 and values[name]:
-            leave_out(values, name, cause)
+            reset_setting(values, name, cause)
 
 
 def check_contradictions(values: SettingValues) -> Iterator[str]:
@@ -132,7 +132,7 @@ def no_effect(values: SettingValues, name: str, cause: str) -> str:
     return f"{values.shown(name)} has no effect: {values.shown(cause)}"
 
 
-def leave_out(values: SettingValues, name: str, cause: str) -> None:
+def reset_setting(values: SettingValues, name: str, cause: str) -> None:
     """Reset a setting to its default. Add a log line that names `cause`, another setting."""
     values.notes.append(no_effect(values, name, cause))
     del values.given[name]

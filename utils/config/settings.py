@@ -22,26 +22,26 @@ from utils.config.arguments import (
     with_values,
 )
 from utils.config.command_line import read_settings
-from utils.config.declarations import Check, SettingValues, counted_ranks
+from utils.config.declarations import SettingsCheck, SettingValues, counted_ranks
 from utils.config.launch_settings import (
     derive_group_sizes,
-    launch_for_libraries,
+    launch_environment,
     let_recipe_decide,
 )
 from utils.config.own_code import OwnCode
 from utils.config.precision import settle_precision
-from utils.config.raw_data import RawData, hold_out, take_out_raw
+from utils.config.raw_data import RawData, add_validation_split, replace_raw_files
 from utils.config.refusals import (
-    BEST_MODEL_JUDGES,
     FINE_TUNING_CHECKS,
+    NEED_BEST_METRIC,
     PRETRAINING_CHECKS,
 )
 from utils.config.rules import (
     check_contradictions,
-    leave_out,
-    leave_out_moot,
-    leave_out_overruled,
     no_effect,
+    reset_overruled,
+    reset_setting,
+    reset_without_effect,
 )
 from utils.config.strategy import describe_launch
 
@@ -100,16 +100,16 @@ def parse_fine_tuning(argv: Sequence[str] | None, description: str) -> RunSettin
 
 def _parse_settings(
     training_class: type[PretrainConfig | FineTuneConfig],
-    checks: Sequence[Check],
+    checks: Sequence[SettingsCheck],
     argv: Sequence[str] | None,
     script: str,
     description: str,
 ) -> RunSettings:
     settle = (
         *(describe_launch, derive_group_sizes, rename_checkpointing, choose_length),
-        *(leave_out_overruled, hold_out, leave_out_old_keywords, derive_for_one_process),
+        *(reset_overruled, add_validation_split, leave_out_old_keywords, derive_for_one_process),
         *(split_batch_sizes, derive_batch_sizes, derive_evaluation, derive_best_model),
-        *(derive_packing, settle_precision, let_recipe_decide, leave_out_moot),
+        *(derive_packing, settle_precision, let_recipe_decide, reset_without_effect),
     )
     classes = (RunArguments, DataArguments, ModelArguments, OwnCode, training_class)
     values = read_settings(
@@ -123,11 +123,11 @@ def _parse_settings(
     if values["dataloader_num_workers"] is None:
         # RunPlan derives the number. Without workers TrainingArguments refuses to prefetch.
         overrides |= {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None}
-    with launch_for_libraries(values):
+    with launch_environment(values):
         training = values.build(training_class, **overrides)
     run, own_code = values.build(RunArguments), values.build(OwnCode)
     model = values.build(ModelArguments)
-    data, raw = take_out_raw(values.build(DataArguments), str(training.output_dir))
+    data, raw = replace_raw_files(values.build(DataArguments), str(training.output_dir))
     return RunSettings(run, data, model, training, own_code, values, script, raw)
 
 
@@ -144,7 +144,7 @@ def with_derived(settings: RunSettings, found: Mapping[str, tuple[Any, str]]) ->
     return replace(
         settings,
         run=values.build(RunArguments),
-        data=take_out_raw(values.build(DataArguments), str(settings.training.output_dir))[0],
+        data=replace_raw_files(values.build(DataArguments), str(settings.training.output_dir))[0],
         training=with_values(settings.training, **{micro: values[micro]}),
         values=values,
     )
@@ -174,9 +174,9 @@ def choose_length(values: SettingValues) -> None:
         if not values.changed(limit):
             continue
         if values.rank("num_train_epochs") > values.rank(limit):
-            leave_out(values, limit, "num_train_epochs")
+            reset_setting(values, limit, "num_train_epochs")
         elif values.changed("num_train_epochs"):
-            leave_out(values, "num_train_epochs", limit)
+            reset_setting(values, "num_train_epochs", limit)
 
 
 def leave_out_old_keywords(values: SettingValues) -> None:
@@ -193,7 +193,7 @@ def leave_out_old_keywords(values: SettingValues) -> None:
     try:
         get_scheduler(values[schedule], optimizer, 1, 10, dict(values[keywords] or {}))
     except (TypeError, ValueError):
-        leave_out(values, keywords, schedule)
+        reset_setting(values, keywords, schedule)
 
 
 def split_batch_sizes(values: SettingValues) -> None:
@@ -208,7 +208,7 @@ def split_batch_sizes(values: SettingValues) -> None:
         values.given["global_batch_size"] = replace(given, value=max(sizes.values()))
         values.given["batch_warmup"] = replace(given, value=by_step)
     elif 0 < values.rank("batch_warmup") < values.rank("global_batch_size"):
-        leave_out(values, "batch_warmup", "global_batch_size")  # from the config.yaml of a run
+        reset_setting(values, "batch_warmup", "global_batch_size")  # from the config.yaml of a run
 
 
 def derive_batch_sizes(values: SettingValues) -> None:
@@ -282,7 +282,7 @@ def derive_best_model(values: SettingValues) -> None:
     """
     with suppress(ValueError):  # check_forms reports it
         splits = list(eval_splits(values["eval_data"]))
-        judges = [name for name in BEST_MODEL_JUDGES if values[name]]
+        judges = [name for name in NEED_BEST_METRIC if values[name]]
         if values["metric_for_best_model"] is None and judges and len(splits) == 1:
             why = f"{values.shown(judges[0])}, and the only split"
             values.derive("metric_for_best_model", f"eval_{splits[0]}_loss", why)

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from utils.config.declarations import Given, SettingValues
+from utils.config.declarations import SettingValue, SettingValues
 from utils.config.errors import ConfigurationError
 from utils.config.launch_settings import (
     PRECISION_VARIABLE,
@@ -23,10 +23,10 @@ from utils.config.launch_settings import (
     strategy_variables,
 )
 
-CONFIG = "ACCELERATE_CONFIG"
+CONFIG_VARIABLE = "ACCELERATE_CONFIG"
 SUBMITTING = "STOKER_SUBMITTING"  # set if slurm/submit.sh started the dry run
 AUTO = "auto"
-FOLDER = Path("accelerate_configs")
+CONFIGS_FOLDER = Path("accelerate_configs")
 NAMES = ("single_gpu", "multi_gpu", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "cpu")
 # Names of the strategies in other toolkits.
 FOREIGN = {
@@ -34,7 +34,7 @@ FOREIGN = {
     "hybrid_shard": "hsdp",
 }  # fmt: skip
 ONE_PROCESS = ("NO", False, "MULTI_CPU")  # YAML reads an unquoted NO as false
-SHARDING = ("FSDP", "DEEPSPEED")
+SHARDING_LIBRARIES = ("FSDP", "DEEPSPEED")
 _ROOT = Path(__file__).parents[2]
 # About the share of nominal memory that torch sees on a GPU that is not in gpus.yaml.
 VISIBLE_SHARE = 0.95
@@ -63,11 +63,13 @@ class StrategyConfig:
         """Return whether the config shards states, without offload and without a DeepSpeed file."""
         own = block(self.content, "fsdp_config") | block(self.content, "deepspeed_config")
         offloads = any(own.get(name) not in (None, False, "none") for name in _OFFLOADS)
-        return self.kind in SHARDING and not offloads and "deepspeed_config_file" not in own
+        return (
+            self.kind in SHARDING_LIBRARIES and not offloads and "deepspeed_config_file" not in own
+        )
 
 
 def choose_config(
-    environment: Mapping[str, str], strategy: Given, processes: int, *, on_cpu: bool
+    environment: Mapping[str, str], strategy: SettingValue, processes: int, *, on_cpu: bool
 ) -> StrategyConfig:
     """Return the accelerate config for a launch of `processes` processes with a strategy.
 
@@ -75,13 +77,13 @@ def choose_config(
     needs several processes, a single one gets single_gpu.yaml. Raises ConfigurationError.
     """
     shown = f"strategy {strategy.value} ({strategy.source})"
-    single = FOLDER / "single_gpu.yaml"
-    if path := environment.get(CONFIG):
-        said = f"{CONFIG}={path}"
+    single = CONFIGS_FOLDER / "single_gpu.yaml"
+    if path := environment.get(CONFIG_VARIABLE):
+        said = f"{CONFIG_VARIABLE}={path}"
         over = f", which overrules {shown}" if strategy.value != AUTO else ""
         return read_config(Path(path), said + over)
     if strategy.value == AUTO:
-        several = FOLDER / ("cpu.yaml" if on_cpu else "multi_gpu.yaml")
+        several = CONFIGS_FOLDER / ("cpu.yaml" if on_cpu else "multi_gpu.yaml")
         return read_config(single if processes == 1 else several, "the number of processes")
     if strategy.value not in NAMES and not (_ROOT / strategy.value).is_file():
         name = strategy.value.lower()
@@ -99,14 +101,14 @@ def choose_config(
 
 def strategy_path(strategy: str) -> Path:
     """Return the file of a strategy, which is a name in accelerate_configs/ or a path."""
-    return FOLDER / f"{strategy}.yaml" if strategy in NAMES else Path(strategy)
+    return CONFIGS_FOLDER / f"{strategy}.yaml" if strategy in NAMES else Path(strategy)
 
 
 def read_config(path: Path, chosen_by: str) -> StrategyConfig:
     """Read an accelerate config at a path in the repository. Raises ConfigurationError."""
     import yaml
 
-    known = (*ONE_PROCESS, *SHARDING, "MULTI_GPU")
+    known = (*ONE_PROCESS, *SHARDING_LIBRARIES, "MULTI_GPU")
     try:
         content = yaml.safe_load((_ROOT / path).read_text(encoding="utf-8"))
         if (kind := content.get("distributed_type", "missing")) not in known:
@@ -140,7 +142,7 @@ def describe_launch(values: SettingValues) -> None:
             sizes = {"WORLD_SIZE": str(gpus.world_size), "LOCAL_WORLD_SIZE": str(gpus.per_node)}
             environment = {**environment, **sizes}
         values.environment = environment
-        strategy = Given(values["strategy"], values.source("strategy"))
+        strategy = SettingValue(values["strategy"], values.source("strategy"))
         on_cpu = not values["assume"] and values.on_cpu
         config = choose_config(environment, strategy, values.world_size, on_cpu=on_cpu)
         variables = strategy_variables(config.content)
@@ -159,7 +161,7 @@ def check_strategy(values: SettingValues) -> Iterator[str]:
     decides = values["dry_run"] and not is_launched(values.environment)
     environment = values.environment if decides else {}
     try:
-        given = Given(values["strategy"], values.source("strategy"))
+        given = SettingValue(values["strategy"], values.source("strategy"))
         choose_config(environment, given, processes=2, on_cpu=False)
     except ConfigurationError as error:
         yield from error.problems

@@ -28,7 +28,7 @@ from utils.data.arrow_columns import (
 from utils.host.atomic_files import cache_path, file_states, read_cache, write_cache
 from utils.host.foreign import read_object
 
-FORMAT = 1
+DATASET_FORMAT = 1
 DESCRIPTION_FILE = "stoker.json"
 BLOCK_TOKENS = 1 << 20  # tokens read at a time, so that memory does not grow with the dataset
 
@@ -127,8 +127,8 @@ def read_description(directory: Path) -> Description | None:
         return None
     content = read_object(path)
     try:
-        if content["format"] != FORMAT:
-            raise TypeError(f"this Stoker reads format {FORMAT}, not {content['format']}")
+        if content["format"] != DATASET_FORMAT:
+            raise TypeError(f"this Stoker reads format {DATASET_FORMAT}, not {content['format']}")
         return Description.from_dict(content)
     except (KeyError, TypeError) as error:
         raise ConfigurationError(
@@ -150,12 +150,12 @@ def measure_once(
     if found is None:
         tokens = int(columns[TOKENS].offsets[-1])
         logger.info("%s %s: measuring its %s tokens once.", directory, why, f"{tokens:,}")
-        found = measure(columns)
+        found = describe_columns(columns)
         write_cache(path, asdict(found))
     return found
 
 
-def measure(columns: Mapping[str, ListColumn]) -> Description:
+def describe_columns(columns: Mapping[str, ListColumn]) -> Description:
     """Read every token of a split; return a Description with statistics and a fingerprint.
 
     The fingerprint is a hash of the document lengths, the token ids and the loss mask, with the

@@ -242,8 +242,8 @@ class TrainLoader:
     """
 
     def __init__(self, dataset: PackedDataset, sampler: GlobalBatchSampler, **workers: Any):
-        """`workers`: keyword arguments for `eval_loader`, such as num_workers."""
-        self.loader = eval_loader(dataset, sampler, **workers)
+        """`workers`: keyword arguments for `packed_loader`, such as num_workers."""
+        self.loader = packed_loader(dataset, sampler, **workers)
         self.batch_sampler, self.dataset, self.wait_s = sampler, dataset, 0.0
         names = source_names([source.path for source in dataset.datasets])
         self.tokens_seen = TokenCounts(
@@ -267,7 +267,7 @@ class TrainLoader:
             before = time.perf_counter()
 
 
-def eval_loader(
+def packed_loader(
     dataset: PackedDataset,
     batches: GlobalBatchSampler | list[list[int]],
     *,

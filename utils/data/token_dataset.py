@@ -23,10 +23,10 @@ from utils.data.arrow_columns import (
     trained_on,
 )
 from utils.data.description import (
+    DATASET_FORMAT,
     DESCRIPTION_FILE,
-    FORMAT,
     Description,
-    measure,
+    describe_columns,
     measure_once,
     read_description,
     states_of,
@@ -198,8 +198,10 @@ def describe_split(
     split = Path(directory).resolve()
     files = data_files(split) if files is None else files
     sizes, times = states_of(files)
-    found = replace(measure(open_columns(split, files)), files=sizes, modified_ns=times, **origin)
-    content = {"format": FORMAT, **asdict(found)}
+    found = replace(
+        describe_columns(open_columns(split, files)), files=sizes, modified_ns=times, **origin
+    )
+    content = {"format": DATASET_FORMAT, **asdict(found)}
     replace_text(split / DESCRIPTION_FILE, json.dumps(content, indent=1) + "\n")
     return _open_split(split, found, split)
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from utils.config.errors import ConfigurationError, did_you_mean
-from utils.host.foreign import foreign, read_object
-from utils.host.hub import lacking
+from utils.host.foreign import library_errors, read_object
+from utils.host.hub import missing_from_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ADVICE = (
+TOKENIZER_ADVICE = (
     "A folder needs tokenizer.json; a Hub name needs a connection or a cached copy; a tokenizer's "
     "own code is not run."
 )
@@ -36,9 +36,13 @@ def load_tokenizer(name_or_path: str, *, is_cached: bool = False) -> "PreTrained
     if not is_folder and re.fullmatch(r"[^./~][^/]*(/[^/]+)?", name_or_path) is None:
         what = f"no such folder{did_you_mean(name_or_path)}"
         raise ConfigurationError(f"tokenizer_name_or_path: {name_or_path}: {what}")
-    if not is_folder and (is_cached or is_offline_mode()) and (problem := lacking(name_or_path)):
+    if (
+        not is_folder
+        and (is_cached or is_offline_mode())
+        and (problem := missing_from_cache(name_or_path))
+    ):
         raise ConfigurationError(f"tokenizer_name_or_path: {problem}")
-    with foreign(name_or_path, "no tokenizer can be loaded from there", ADVICE):
+    with library_errors(name_or_path, "no tokenizer can be loaded from there", TOKENIZER_ADVICE):
         _check_ids(Path(name_or_path))
         tokenizer = AutoTokenizer.from_pretrained(
             name_or_path, local_files_only=is_folder or is_cached, trust_remote_code=False

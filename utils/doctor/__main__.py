@@ -32,7 +32,7 @@ from utils.host.redaction import load_env_file, redact
 ROOT = Path(__file__).resolve().parents[2]
 INTERACTIVE = "srun --gpus=1 python -m utils.doctor"
 # Optional packages and their use.
-OPTIONAL = {
+OPTIONAL_PACKAGES = {
     "deepspeed": "strategies zero1, zero2 and zero3",
     "flash-attn": "FlashAttention 2, about as fast as torch's own kernels",
     "gigatoken": "prepares texts many times faster",
@@ -50,7 +50,7 @@ USABLE_NODES = re.compile(
 )
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """A result of a check.
 
     level  ok, option (absent and optional), warning, missing, or unknown (could not be checked)
@@ -63,7 +63,7 @@ class Finding(NamedTuple):
     mend: str = ""
 
 
-Check = Callable[[], Iterator[Finding]]
+DoctorCheck = Callable[[], Iterator[CheckResult]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--output_dir", type=Path, default=Path("runs"), help="where runs write")
     output_dir = parser.parse_args(argv).output_dir
-    named: dict[str, Check] = {
+    named: dict[str, DoctorCheck] = {
         "Python": check_python, "GPUs": check_gpus, "kernels": check_kernels, "host": check_host,
         "Slurm": check_slurm, "tokens and the Hub": lambda: chain(check_tokens(), check_hub()),
         "output_dir": partial(check_disk, output_dir, "output_dir"),
@@ -98,19 +98,21 @@ class RunningCheck:
     If the check raises an error, the error becomes a finding of level "unknown".
     """
 
-    def __init__(self, name: str, check: Check):
-        self.name, self.findings = name, list[Finding]()
+    def __init__(self, name: str, check: DoctorCheck):
+        self.name, self.findings = name, list[CheckResult]()
         self.thread = threading.Thread(target=self._run, args=(check,), name=name, daemon=True)
         self.thread.start()
 
-    def _run(self, check: Check) -> None:
+    def _run(self, check: DoctorCheck) -> None:
         try:
             self.findings.extend(check())  # keeps the findings before an error
         except BaseException as error:
             text = f"{type(error).__name__}: {error}".splitlines()[0]
-            self.findings.append(Finding("unknown", f"{self.name} could not be checked ({text})"))
+            self.findings.append(
+                CheckResult("unknown", f"{self.name} could not be checked ({text})")
+            )
 
-    def wait(self, limit_s: float) -> list[Finding]:
+    def wait(self, limit_s: float) -> list[CheckResult]:
         """Wait for the end of the check and return its findings.
 
         If the check runs longer than `limit_s` seconds, return the findings so far and a finding
@@ -124,10 +126,13 @@ class RunningCheck:
         if not self.thread.is_alive():
             return self.findings
         what = f"{self.name}: still running"
-        return [*self.findings, Finding("unknown", what, "a disk, the network or a driver hangs")]
+        return [
+            *self.findings,
+            CheckResult("unknown", what, "a disk, the network or a driver hangs"),
+        ]
 
 
-def output_of(*command: str) -> str:
+def stdout_of(*command: str) -> str:
     """Return a command's stdout as text. Raises CalledProcessError if the command fails."""
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=True)
     return done.stdout.strip()
@@ -136,7 +141,7 @@ def output_of(*command: str) -> str:
 # --- checks, each of which may raise or hang on an unexpected machine
 
 
-def check_python() -> Iterator[Finding]:
+def check_python() -> Iterator[CheckResult]:
     """Yield findings about Python and the packages that pyproject.toml requires."""
     from packaging.requirements import Requirement
 
@@ -145,7 +150,7 @@ def check_python() -> Iterator[Finding]:
     extras = project["optional-dependencies"]
     lines = {Requirement(line).name: line for extra in extras.values() for line in extra}
     purposes = dict.fromkeys(project["dependencies"], "")
-    purposes |= {lines.get(name, name): f": {use}" for name, use in OPTIONAL.items()}
+    purposes |= {lines.get(name, name): f": {use}" for name, use in OPTIONAL_PACKAGES.items()}
     fine = []
     for line, use in purposes.items():
         needed = Requirement(line)
@@ -154,17 +159,17 @@ def check_python() -> Iterator[Finding]:
             found = metadata.version(needed.name)
         except metadata.PackageNotFoundError:
             what = f"{needed.name} is not installed{use}"
-            yield Finding("option" if use else "missing", what, mend)
+            yield CheckResult("option" if use else "missing", what, mend)
             continue
         if not needed.specifier.contains(found, prereleases=True):
             what = f"{needed.name} {found} is outside of {needed.specifier}"
-            yield Finding("warning", f"{what}, with which the tests run", mend)
+            yield CheckResult("warning", f"{what}, with which the tests run", mend)
         else:
             fine.append(needed.name)
-    yield Finding("ok", f"{version}; {len(fine)} packages are as pyproject.toml has them")
+    yield CheckResult("ok", f"{version}; {len(fine)} packages are as pyproject.toml has them")
 
 
-def check_gpus() -> Iterator[Finding]:
+def check_gpus() -> Iterator[CheckResult]:
     """Yield findings about the GPUs, their driver and torch's CUDA version."""
     import torch
 
@@ -172,23 +177,23 @@ def check_gpus() -> Iterator[Finding]:
     built = f"CUDA {cuda}" if cuda else f"ROCm {rocm}" if rocm else "CPUs"
     build = f"torch {torch.__version__}, built for {built}"
     if torch.cuda.is_available():
-        yield Finding("ok", build)
+        yield CheckResult("ok", build)
         yield from map(_gpu_finding, range(torch.cuda.device_count()))
         return
     names: list[str] = []
     if shutil.which("nvidia-smi"):
-        names = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
+        names = stdout_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
     if names and "No devices" not in names[0]:
         mend = "python -c 'import torch; torch.cuda.init()' says why: a driver older than torch's "
         mend += "CUDA, or CUDA_VISIBLE_DEVICES"
-        yield Finding("missing", f"{build}, cannot use {', '.join(names)}", mend)
+        yield CheckResult("missing", f"{build}, cannot use {', '.join(names)}", mend)
     elif shutil.which("srun"):
-        yield Finding("warning", f"{build}; no GPU here (a login node?)", INTERACTIVE)
+        yield CheckResult("warning", f"{build}; no GPU here (a login node?)", INTERACTIVE)
     else:
-        yield Finding("warning", f"{build}; no GPU here: training is on the CPU")
+        yield CheckResult("warning", f"{build}; no GPU here: training is on the CPU")
 
 
-def _gpu_finding(index: int) -> Finding:
+def _gpu_finding(index: int) -> CheckResult:
     import torch
 
     gpu = torch.cuda.get_device_properties(index)
@@ -199,15 +204,15 @@ def _gpu_finding(index: int) -> Finding:
     )
     built = [int(found) for found in re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))]
     if min(built, default=0) > 10 * gpu.major + gpu.minor:
-        return Finding("missing", f"{what}: too old for this torch", "an older torch")
+        return CheckResult("missing", f"{what}: too old for this torch", "an older torch")
     if gpu.major < 8:
-        return Finding("warning", f"{what}: no bf16", "--fp16 true, and --compile false")
+        return CheckResult("warning", f"{what}: no bf16", "--fp16 true, and --compile false")
     if free < total / 2:
-        return Finding("warning", f"{what}: another process uses it", "nvidia-smi")
-    return Finding("ok", f"{what}, bf16")
+        return CheckResult("warning", f"{what}: another process uses it", "nvidia-smi")
+    return CheckResult("ok", f"{what}, bf16")
 
 
-def check_kernels() -> Iterator[Finding]:
+def check_kernels() -> Iterator[CheckResult]:
     """Yield findings about torch.compile and the attention kernel that Stoker selects in bf16."""
     import torch
 
@@ -218,86 +223,86 @@ def check_kernels() -> Iterator[Finding]:
     others = f" ({'; '.join(refusals)})" if refusals else ""
     slow = device == "cuda" and not usable[0].on_cuda_only
     what = f"attention here: auto takes {usable[0].label}{others}"
-    yield Finding("warning" if slow else "ok", what, "pip install flash-attn" if slow else "")
+    yield CheckResult("warning" if slow else "ok", what, "pip install flash-attn" if slow else "")
     compiler = (os.environ.get("CXX") or os.environ.get("CC") or "g++").split()[0]
     if not shutil.which(compiler):
         what = f"torch.compile: no {compiler} here, layers are not compiled"
-        yield Finding("warning", what, "module load gcc (or apt install g++)")
+        yield CheckResult("warning", what, "module load gcc (or apt install g++)")
 
 
-def check_host() -> Iterator[Finding]:
+def check_host() -> Iterator[CheckResult]:
     """Yield findings about cores, memory and shared memory (/dev/shm)."""
     from utils.host.machine import memory_room_bytes
 
     cores, room = len(os.sched_getaffinity(0)), memory_room_bytes() / 2**30
-    yield Finding("ok", f"{cores} core(s) and {room:.0f} GiB of memory for this job")
+    yield CheckResult("ok", f"{cores} core(s) and {room:.0f} GiB of memory for this job")
     shared = shutil.disk_usage(SHARED_MEMORY)
     if shared.total < 2**30:
         size = f"{shared.total / 2**20:.0f} MiB"
         what = f"{SHARED_MEMORY} has {size}: NCCL and data workers need more"
-        yield Finding("warning", what, "docker run --ipc=host, or --shm-size=16g")
+        yield CheckResult("warning", what, "docker run --ipc=host, or --shm-size=16g")
 
 
-def check_slurm() -> Iterator[Finding]:
+def check_slurm() -> Iterator[CheckResult]:
     """Yield findings about slurm/cluster.env and about Slurm's partitions."""
     if not shutil.which("sbatch"):
         what = "no Slurm here (no sbatch on PATH): jobs are submitted on a login node"
-        yield Finding("option", what)
+        yield CheckResult("option", what)
         return
     if (ROOT / "slurm/cluster.env").is_file():
         what = "slurm/cluster.env; what jobs have: slurm/run_python.sh -m utils.doctor"
-        yield Finding("ok", what)
+        yield CheckResult("ok", what)
     else:
         what = "no slurm/cluster.env: jobs take the environment of their shell"
-        yield Finding("warning", what, "cp slurm/cluster.env.example slurm/cluster.env")
-    lines = output_of("sinfo", "--noheader", "--format=%P %a %l %D %t %G").splitlines()
+        yield CheckResult("warning", what, "cp slurm/cluster.env.example slurm/cluster.env")
+    lines = stdout_of("sinfo", "--noheader", "--format=%P %a %l %D %t %G").splitlines()
     usable = [line for line in lines if USABLE_NODES.match(line)]
     shown = "; ".join((usable or lines)[:8])
     if usable:
-        yield Finding("ok", f"Slurm's partitions (limit, nodes, state, GPUs): {shown}")
+        yield CheckResult("ok", f"Slurm's partitions (limit, nodes, state, GPUs): {shown}")
     else:
         what = f"no partition of Slurm runs jobs now: {shown or 'sinfo shows none'}"
-        yield Finding("warning", what, "sinfo -R says why; a job that is submitted waits")
+        yield CheckResult("warning", what, "sinfo -R says why; a job that is submitted waits")
 
 
-def check_tokens() -> Iterator[Finding]:
+def check_tokens() -> Iterator[CheckResult]:
     """Yield a finding about .env: its tokens' names, or that other users can read the file."""
     path = ROOT / ".env"
     try:
         names = load_env_file(path)
         if path.is_file():
-            yield Finding("ok", f".env has {', '.join(names) or 'no more tokens'}")
+            yield CheckResult("ok", f".env has {', '.join(names) or 'no more tokens'}")
         else:
-            yield Finding("option", "no .env", "cp .env.example .env && chmod 600 .env")
+            yield CheckResult("option", "no .env", "cp .env.example .env && chmod 600 .env")
     except ConfigurationError as error:
-        yield Finding("missing", str(error).removeprefix("- "), f"chmod 600 {path}")
+        yield CheckResult("missing", str(error).removeprefix("- "), f"chmod 600 {path}")
 
 
-def check_hub() -> Iterator[Finding]:
+def check_hub() -> Iterator[CheckResult]:
     """Yield findings about the Hub's cache, the connection to the Hub and the token."""
     from huggingface_hub import HfApi, constants, get_token
 
     yield from check_disk(Path(constants.HF_HOME), "HF_HOME")
     if constants.HF_HUB_OFFLINE:
-        yield Finding("ok", "the Hub: offline (HF_HUB_OFFLINE), models come from HF_HOME")
+        yield CheckResult("ok", "the Hub: offline (HF_HUB_OFFLINE), models come from HF_HOME")
     elif fault := hub_fault():
         mend = "python prepare_data.py --offline_dir DIR, where it is reached"
-        yield Finding("warning", f"the Hub: {fault}: what is needed has to be in HF_HOME", mend)
+        yield CheckResult("warning", f"the Hub: {fault}: what is needed has to be in HF_HOME", mend)
     elif get_token() is None:
         what = f"{constants.ENDPOINT} is reached; no token: gated models need one"
-        yield Finding("option", what, "HF_TOKEN in .env, or hf auth login")
+        yield CheckResult("option", what, "HF_TOKEN in .env, or hf auth login")
     else:
-        yield Finding("ok", f"{constants.ENDPOINT} is reached")
+        yield CheckResult("ok", f"{constants.ENDPOINT} is reached")
         try:
             HfApi().whoami()
         except Exception as error:  # errors of httpx and of the Hub; their texts may hold a token
             code = getattr(getattr(error, "response", None), "status_code", None)
             level = "warning" if code in (401, 403) else "unknown"
             what = f"the Hub does not take the token ({type(error).__name__} {code})"
-            yield Finding(level, what, "hf auth login, or another HF_TOKEN in .env")
+            yield CheckResult(level, what, "hf auth login, or another HF_TOKEN in .env")
 
 
-def check_disk(directory: Path, name: str) -> Iterator[Finding]:
+def check_disk(directory: Path, name: str) -> Iterator[CheckResult]:
     """Yield a finding: whether a directory is writable, and the free space on its disk in GiB.
 
     name: the setting that names the directory. If the directory is missing, check the nearest
@@ -312,12 +317,12 @@ def check_disk(directory: Path, name: str) -> Iterator[Finding]:
     except OSError as error:
         what = f"{name} {directory} cannot be written to ({error.strerror})"
         mend = f"check owner, mode and quota of {existing}, or set another {name}"
-        yield Finding("missing", what, mend)
+        yield CheckResult("missing", what, mend)
         return
     free = shutil.disk_usage(existing).free / 2**30
     small = free < LEAST_FREE_GIB
     what = f"{name} {directory}: {free:,.1f} GiB free on its disk (a quota may leave less)"
-    yield Finding("warning" if small else "ok", what, f"{name} on a larger disk" * small)
+    yield CheckResult("warning" if small else "ok", what, f"{name} on a larger disk" * small)
 
 
 if __name__ == "__main__":

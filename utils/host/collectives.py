@@ -94,7 +94,7 @@ def cpu_group(timeout_s: float) -> Any:
         ) from error
 
 
-class Agreement:
+class AsyncMax:
     """An asynchronous all-reduce that returns the maximum of one integer per rank.
 
     All ranks call `begin_turn` in one step and `result` in the next step. Meanwhile a thread of

@@ -24,7 +24,7 @@ _MEMORY_TEXTS = "out of memory", "t allocate memory", "bad_alloc", "ALLOC_FAILED
 _LOST_PROCESS = re.compile(r"is killed by signal|exited unexpectedly(?! with)|abruptly")
 
 
-def place(frames: Sequence[traceback.FrameSummary], packages: Sequence[str] = ()) -> str:
+def innermost_frame(frames: Sequence[traceback.FrameSummary], packages: Sequence[str] = ()) -> str:
     """Return `file:line in function` of the innermost frame in this repository or in `packages`.
 
     frames: stack frames, innermost last. packages: names of installed packages. If the stack has no
@@ -58,11 +58,11 @@ def waits_for_ranks(frames: Sequence[traceback.FrameSummary]) -> bool:
     return any(name in frame.filename for frame in frames for name in collectives)
 
 
-def last_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return `Type: message (file:line in function)`, with only the first line of the message."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{lines[0]} ({place(frames)})" if frames else lines[0]
+    return f"{lines[0]} ({innermost_frame(frames)})" if frames else lines[0]
 
 
 def storage_error(error: BaseException) -> StorageError | None:
@@ -73,7 +73,7 @@ def storage_error(error: BaseException) -> StorageError | None:
     if (cause := _first_cause(error, _storage_fault)) is None:
         return None
     target = getattr(cause, "filename", None)
-    where = f", writing {target}" if target else f" ({last_line(error)})"
+    where = f", writing {target}" if target else f" ({error_line(error)})"
     return StorageError(
         f"{host_name()}: {_storage_fault(cause)}{where}. Make room (df -h, df -i, your site's "
         "quota command) or have the storage repaired, and start the same command again: it resumes "
@@ -109,7 +109,7 @@ def memory_error(error: BaseException, killed: bool = False) -> OutOfMemoryError
     cause = memory_cause(error, killed)
     if cause is None:
         return None
-    return OutOfMemoryError(f"{host_name()} ({memory_owner(cause)}): {last_line(error)}")
+    return OutOfMemoryError(f"{host_name()} ({memory_owner(cause)}): {error_line(error)}")
 
 
 def lost_process(error: BaseException) -> LostProcessError | None:
@@ -120,8 +120,8 @@ def lost_process(error: BaseException) -> LostProcessError | None:
     if "Bus error" in str(cause):
         room += "; see `df -h /dev/shm`, through which batches pass (--dataloader_num_workers 0)"
     return LostProcessError(
-        f"{host_name()}: a data worker was lost: {last_line(cause)}. The kernel reports no {room}. "
-        "Start the same command again: it resumes from the newest checkpoint."
+        f"{host_name()}: a data worker was lost: {error_line(cause)}. The kernel reports no {room}."
+        " Start the same command again: it resumes from the newest checkpoint."
     )
 
 

@@ -33,7 +33,7 @@ class _CpuTimeIsUp(BaseException):
 
 
 @contextlib.contextmanager
-def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
+def library_errors(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
     """Context manager: turn errors of libraries that read a user's files into ConfigurationError.
 
     what     the file, folder or Hub name that the libraries read
@@ -45,7 +45,7 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
     """
     folder = Path(what)
     try:
-        with naming(what):
+        with prefix_errors(what):
             for path in _files_to_read(folder):
                 if not path.is_file():  # libraries wait for a pipe, and ignore a broken link
                     raise ConfigurationError(
@@ -67,7 +67,7 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming(what: str | Path) -> Iterator[None]:
+def prefix_errors(what: str | Path) -> Iterator[None]:
     """Context manager: begin the messages of a ConfigurationError with `what` if they lack it."""
     try:
         yield
@@ -79,7 +79,7 @@ def naming(what: str | Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
+def resource_limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
     """Context manager: raise ConfigurationError if the block uses too much CPU time or memory.
 
     what: the name for the message. The CPU time limit is CPU_LIMIT_S seconds. memory_bytes: the

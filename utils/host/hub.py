@@ -67,7 +67,7 @@ def upload_fault() -> str:
     return hub_fault(UPLOAD_LIMIT_S)
 
 
-def settle_connection(name: str | None, revision: str | None = None) -> bool:
+def use_cache_if_offline(name: str | None, revision: str | None = None) -> bool:
     """Test the Hub. If it does not answer, use only its cache in this process and return True.
 
     name: the Hub name of a model or tokenizer, or a local folder. If it is a local folder or None,
@@ -77,7 +77,7 @@ def settle_connection(name: str | None, revision: str | None = None) -> bool:
     if not name or not _NAME.fullmatch(name) or Path(name).exists() or not (fault := hub_fault()):
         return False
     stay_offline()
-    if problem := lacking(name, revision):
+    if problem := missing_from_cache(name, revision):
         raise ConfigurationError(problem)
     logger.info("Hugging Face Hub: %s: %s comes from its cache", fault, name)
     return True
@@ -93,7 +93,7 @@ def stay_offline() -> None:
     constants.HF_HUB_OFFLINE = True  # the library reads the variable only when it is imported
 
 
-def lacking(name: str, revision: str | None = None) -> str:
+def missing_from_cache(name: str, revision: str | None = None) -> str:
     """Return an error message if the Hub's cache lacks the model or tokenizer `name`, else ""."""
     from huggingface_hub import constants, try_to_load_from_cache
 

@@ -66,10 +66,10 @@ def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     A resumed run repeats an interrupted evaluation. So if several lines have the same event, split
     and step, only the last of these lines is returned.
     """
-    return as_series(read_lines(Path(path))[0])
+    return without_rolled_back(read_lines(Path(path))[0])
 
 
-def as_series(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_rolled_back(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return `lines` of metrics.jsonl without rolled-back or repeated lines; see `read_journal`."""
     events: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in lines:
@@ -141,7 +141,7 @@ def _line_start(file: BinaryIO, offset: int) -> int:
     return 0
 
 
-def skipped(damaged: int) -> str:
+def skipped_message(damaged: int) -> str:
     """Return a message on the number of damaged lines in metrics.jsonl.
 
     >>> skipped(1), skipped(2000)
@@ -234,7 +234,7 @@ def printable(text: str) -> str:
     )
 
 
-def counted(number: float | None) -> str:
+def format_count(number: float | None) -> str:
     """Format a count with the suffix M, B or T (millions, billions, trillions); None as "-".
 
     >>> counted(950), counted(1_234_000_000), counted(None)

@@ -30,7 +30,7 @@ from utils.host.redaction import redact
 
 logger = logging.getLogger(__name__)
 
-FOLDER = ".lock"
+LOCK_FOLDER = ".lock"
 BEAT_S = 5.0
 WATCH_S = 30.0  # several heartbeats, because storage or a library that holds the GIL may delay them
 LOOK_S = 0.5  # between two reads of the owner's file
@@ -114,7 +114,7 @@ def held_runs() -> dict[Path, str]:
     return {path: lock.error or "" for path, lock in _locks.items()}
 
 
-def taken_over(output_dir: Path) -> str | None:
+def lost_lock_message(output_dir: Path) -> str | None:
     """Return a message if another job took the run lock from this process, else None.
 
     A process that was suspended for longer than WATCH_S may lose the lock. Call this before writing
@@ -124,15 +124,15 @@ def taken_over(output_dir: Path) -> str | None:
     return lock.new_owner() if lock else None
 
 
-def known_loss(output_dir: Path) -> str | None:
-    """Return the message of `taken_over` as of the last heartbeat, without reading a file."""
+def last_lost_lock_message(output_dir: Path) -> str | None:
+    """Return the result of `lost_lock_message` at the last heartbeat. Reads no file."""
     lock = _locks.get(output_dir.resolve())
     return lock.lost if lock else None
 
 
 def wait_until_left(output_dir: Path) -> None:
     """Wait until the owner releases the run lock or gives no heartbeat for WATCH_S seconds."""
-    for _, owner in _owner_changes(output_dir / FOLDER):
+    for _, owner in _owner_changes(output_dir / LOCK_FOLDER):
         if owner and owner.left:
             return
 
@@ -216,9 +216,9 @@ class RunOwner:
 def run_owners(output_dir: Path) -> Iterator[RunOwner]:
     """Yield the processes that held the run lock, newest first. Damaged owner files are skipped."""
     replaced = False
-    for number in sorted(_owner_numbers(output_dir / FOLDER), reverse=True):
+    for number in sorted(_owner_numbers(output_dir / LOCK_FOLDER), reverse=True):
         with contextlib.suppress(OSError):
-            if owner := _read_owner(output_dir / FOLDER, number):
+            if owner := _read_owner(output_dir / LOCK_FOLDER, number):
                 yield replace(owner, replaced=replaced)
                 replaced = True
 
@@ -227,7 +227,7 @@ class RunLock:
     """The run lock of one directory. The constructor takes it, `leave_run_lock` releases it."""
 
     def __init__(self, output_dir: Path):
-        self.output_dir, self.folder = output_dir, output_dir / FOLDER
+        self.output_dir, self.folder = output_dir, output_dir / LOCK_FOLDER
         self.token = secrets.token_hex(8)
         self.owner: dict[str, Any] = {
             "token": self.token,
@@ -299,7 +299,7 @@ def _wait_for_last_owner(output_dir: Path) -> int:
     Return the number of the last owner's file, or 0 if the directory never had an owner. Raises
     ConfigurationError if the owner gives a heartbeat.
     """
-    folder = output_dir / FOLDER
+    folder = output_dir / LOCK_FOLDER
     number, owner = _newest_owner(folder)
     if number == 0 or (owner and owner.left):
         return number

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from utils.config.arguments import eval_splits
-from utils.config.declarations import Given, SettingValues, shown
+from utils.config.declarations import SettingValue, SettingValues, shown
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import load_file
-from utils.config.refusals import BEST_MODEL_JUDGES, check_forms, check_run
+from utils.config.refusals import NEED_BEST_METRIC, check_forms, check_run
 from utils.config.rules import MOOT, RULES
 from utils.config.settings import derive_evaluation
 from utils.importing.data_recipes import convert_data, limit_tokens
@@ -26,7 +26,7 @@ from utils.importing.toolkits import (
 EIGHT_BIT = re.compile(r"adamw.*(8|4)_?bit", re.I)
 PLAIN_ADAMW = re.compile(r"(paged_)?adamw(_hf|_torch\w*|_apex\w*|_32bit)?")
 EIGHT_BITS = "the frozen weights are bfloat16 here, or of 4 bits with load_in_4bit: true"
-SHARDING = ("dp_shard_size", "fsdp", "fsdp_config", "fsdp_version")
+SHARDING_KEYS = ("dp_shard_size", "fsdp", "fsdp_config", "fsdp_version")
 # axolotl-contribs-mit 0.0.6: DistMuon if there is a device mesh, else Muon, scaled as Stoker's.
 OTHER_MUON = (
     "does not carry over: Stoker's Muon takes AdamW's. axolotl's on several GPUs scales a step by "
@@ -155,7 +155,7 @@ def _convert_batch(state: Conversion) -> None:
     micro = state.value("per_device_train_batch_size")
     if micro is None:
         micro = max((total or 1) // (steps * state.gpus), 1)
-        state.given["per_device_train_batch_size"] = Given(micro, state.its_default)
+        state.given["per_device_train_batch_size"] = SettingValue(micro, state.its_default)
     state.move("per_device_train_batch_size")
     state.take("gradient_accumulation_steps")
     if total:
@@ -182,7 +182,7 @@ def _convert_batch(state: Conversion) -> None:
 def _convert_intervals(state: Conversion) -> None:
     """Convert the intervals of evaluations and checkpoints."""
     if state.value("save_total_limit") == 1:
-        state.given["save_total_limit"] = Given(2, "1 there; the newest may be damaged")
+        state.given["save_total_limit"] = SettingValue(2, "1 there; the newest may be damaged")
     if state.value("save_strategy") == "best":
         state.take("save_strategy")
         state.put("save_best", True, "save_strategy: best", "save_strategy")
@@ -210,7 +210,7 @@ def _convert_best_model(state: Conversion) -> None:
     """Convert metric_for_best_model. The loss of all splits becomes the first split's loss."""
     splits = list(eval_splits(state.run["eval_data"][0])) if "eval_data" in state.run else []
     metric = state.value("metric_for_best_model")
-    judges = [each for each in BEST_MODEL_JUDGES if state.value(each) or each in state.run]
+    judges = [each for each in NEED_BEST_METRIC if state.value(each) or each in state.run]
     if not splits or not judges or metric not in (None, "loss", "eval_loss"):
         return
     entry = state.given.pop("metric_for_best_model", None)
@@ -224,7 +224,7 @@ def _convert_optimizer(state: Conversion) -> None:
     """Convert the optimizer, the learning rate schedule, wandb and the upload to the Hub."""
     if state.take("use_muon"):
         state.put("optim", "muon", "use_muon")
-    has_mesh = state.gpus > 1 or any(not is_off(state.value(name)) for name in SHARDING)
+    has_mesh = state.gpus > 1 or any(not is_off(state.value(name)) for name in SHARDING_KEYS)
     if state.kind == "axolotl" and state.value("optim") == "muon" and has_mesh:
         state.change("learning_rate", OTHER_MUON)
     if "optim" in state.given:
@@ -272,7 +272,7 @@ def _convert_adapter(state: Conversion) -> None:
         return
     state.put("use_peft", True)
     if state.kind == "llamafactory":
-        alpha = Given(2 * state.value("lora_r"), state.its_default)
+        alpha = SettingValue(2 * state.value("lora_r"), state.its_default)
         state.given.setdefault("lora_alpha", alpha)
     if in_4bit:
         state.put("load_in_4bit", True)
@@ -354,7 +354,7 @@ def _convert_precision(state: Conversion) -> None:
 def _convert_strategy(state: Conversion) -> None:
     """Convert DeepSpeed's ZeRO stage, or FSDP, to the setting `strategy`."""
     deepspeed = state.take("deepspeed")
-    sharding = {name: state.take(name) for name in SHARDING if name in state.given}
+    sharding = {name: state.take(name) for name in SHARDING_KEYS if name in state.given}
     stage = re.search(r"(?:z|zero|stage\D*)_?([0-3])", str(deepspeed), re.I)
     if deepspeed and stage:
         name = "multi_gpu" if stage[1] == "0" else f"zero{stage[1]}"
@@ -378,7 +378,7 @@ def _convert_strategy(state: Conversion) -> None:
 def _remove_unusable_settings(state: Conversion) -> None:
     """Remove settings that have no effect or that the script would refuse, and note why."""
     name = state.path.name
-    lines = {n: Given(v, name, 0) for n, (v, _) in state.run.items() if n in state.declared}
+    lines = {n: SettingValue(v, name, 0) for n, (v, _) in state.run.items() if n in state.declared}
     values = SettingValues(state.declared, lines)
     derive_evaluation(values)
     refused, moot = {}, set()

@@ -3,15 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from utils.config.declarations import Given
+from utils.config.declarations import SettingValue
 from utils.importing.sources import Entries, read_sources
 from utils.importing.toolkits import BY_DEFAULT, DATA, Conversion, listed
 
 NO_LIMIT = 8192  # sequence_length in tokens if the config has no limit
 NUMBER = "{0} documents there, a share here: write {0} / number of documents as validation_fraction"
-CHATS = "messages"
+CHAT_FORMAT = "messages"
 # {format of a source: kind of its documents}. All other formats are chats.
-KINDS = {
+DOCUMENT_FORMATS = {
     "text": "text",
     **dict.fromkeys(("prompt_completion", "segments", "tokens"), "prompt_completion"),
 }
@@ -46,7 +46,7 @@ def convert_data(state: Conversion, folder: str) -> None:
     if length is None:
         length, overlong = NO_LIMIT, "error"
         state.drop("sequence_length", f"no limit there: raise {NO_LIMIT} until every document fits")
-        state.given["sequence_length"] = Given(length, "no limit there")
+        state.given["sequence_length"] = SettingValue(length, "no limit there")
     state.move("sequence_length")
     if not state.pretraining:
         state.data["sequence_length"] = length
@@ -72,7 +72,7 @@ def _convert_template(state: Conversion, recipes: Sequence[dict[str, Any]]) -> N
     if (thinking := state.take("enable_thinking")) is not None:
         variables["enable_thinking"] = thinking
     for recipe in recipes:
-        has_chats = len(recipes) == 1 or _document_kind(state, recipe["sources"][0]) == CHATS
+        has_chats = len(recipes) == 1 or _document_kind(state, recipe["sources"][0]) == CHAT_FORMAT
         recipe["chat_template_kwargs"] = variables if has_chats else {}
     named = DATA["templates"].get(state.kind, {})
     for key in ("template", "chat_template", "chat_template_jinja", "chat_template_path"):
@@ -107,7 +107,11 @@ def _group_datasets(state: Conversion, entries: Entries) -> list[tuple[Entries, 
 def _document_kind(state: Conversion, entry: Mapping[str, Any] | str) -> str:
     """Return the kind of a source's documents: text, prompt_completion, or messages for chats."""
     row_format = "" if isinstance(entry, str) else entry.get("format", "")
-    return "prompt_completion" if row_format in state.functions else KINDS.get(row_format, CHATS)
+    return (
+        "prompt_completion"
+        if row_format in state.functions
+        else DOCUMENT_FORMATS.get(row_format, CHAT_FORMAT)
+    )
 
 
 def _convert_evaluation_data(state: Conversion, recipes: Sequence[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from utils.config.declarations import Given
+from utils.config.declarations import SettingValue
 from utils.config.preparation import COLUMNS, MESSAGE_KEYS, MESSAGE_ROLES
 from utils.importing.toolkits import BY_DEFAULT, DATA, Conversion, is_off, listed
 
@@ -145,7 +145,7 @@ def _disable_thinking(state: Conversion) -> None:
     if state.value("chat_template") in DATA["templates"]["axolotl"]:
         return
     if EMPTY_THOUGHTS.search(model) and "enable_thinking" not in {*variables, *state.given}:
-        state.given["enable_thinking"] = Given(False, state.its_default)
+        state.given["enable_thinking"] = SettingValue(False, state.its_default)
         state.change("enable_thinking: false", "the template's empty thought is not trained on, as "
                      "in axolotl; leave the line out if the data have thoughts")  # fmt: skip
 
@@ -248,7 +248,7 @@ def _trl_entries(state: Conversion, source: str, value: Any) -> Entries:
         rest = dict(value)
         value = rest.pop("datasets")
         if share := rest.pop("test_split_size", None):
-            state.given.setdefault("validation", Given(share, "test_split_size"))
+            state.given.setdefault("validation", SettingValue(share, "test_split_size"))
         if rest.pop("seed", None) is not None:
             state.note(f"{source}.seed", "the order of the documents follows from seed here")
         state.leave_all(source, rest)
@@ -289,7 +289,7 @@ def _trl_evaluation(state: Conversion, found: Entries, is_mixture: bool) -> None
             {"id": each["path"], "config": each["subset"], "split": named or "test"}
             for each in found
         ]
-        state.given.setdefault("eval_sources", Given(held_out, "dataset_test_split"))
+        state.given.setdefault("eval_sources", SettingValue(held_out, "dataset_test_split"))
     elif state.value("validation"):
         state.drop("dataset_test_split", "the share of the training data that is held out decides")
     state.take("dataset_test_split")

@@ -19,11 +19,11 @@ from utils.config.arguments import (
     PretrainConfig,
     RunArguments,
 )
-from utils.config.declarations import Given, checked_value, declared_settings
+from utils.config.declarations import SettingValue, checked_value, declared_settings
 from utils.config.foreign_words import by_name, other_names, refused
 from utils.config.own_code import OwnCode
 
-UNKNOWN = "unknown here, left out"
+UNKNOWN_KEY = "unknown here, left out"
 EMPTY = "empty there"
 OFF = "off or 0 there: no effect"
 BY_DEFAULT = "as it is here without a line"
@@ -58,7 +58,7 @@ LEFT = by_name(_TABLES["left"])
 # {key: how the training differs without the key}, and {key: values that make no difference}.
 CHANGES, SAME = by_name(_TABLES["changes"]), _TABLES["same"]
 # Keys whose reason is in foreign_words.yaml, and that change no weights, data or evaluation.
-HARMLESS = frozenset(_TABLES["harmless"].split())
+HARMLESS_KEYS = frozenset(_TABLES["harmless"].split())
 DATA = _TABLES["data"]  # names and prompts of datasets
 
 
@@ -84,12 +84,12 @@ class Conversion:
         self.commands: list[str] = []
         self.functions: dict[str, str] = {}
         self.template = ""  # text of a chat template inside the config
-        self.given: dict[str, Given] = {}
+        self.given: dict[str, SettingValue] = {}
         toolkit = TOOLKITS[kind]
         for key, (value, line) in entries.items():
             name = toolkit.names.get(key) or other_names().get(key, key)
             name = name if name.isidentifier() and key not in {*LEFT, *CHANGES} else key
-            new, old = Given(value, key, line), self.given.get(name)
+            new, old = SettingValue(value, key, line), self.given.get(name)
             if value in (None, "") and not (toolkit.null_counts and name in toolkit.defaults):
                 self.note(key, EMPTY)
                 continue
@@ -100,7 +100,7 @@ class Conversion:
                 self.note(old.source, f"{new.source} decides, which means the same")
             self.given[name] = new
         for name, value in toolkit.defaults.items():
-            self.given.setdefault(name, Given(value, self.its_default))
+            self.given.setdefault(name, SettingValue(value, self.its_default))
         self.pretraining = self.value("stage") == "pt" or "pretraining_dataset" in entries
         training = PretrainConfig if self.pretraining else FineTuneConfig
         classes = (RunArguments, DataArguments, ModelArguments, OwnCode, training)
@@ -136,7 +136,7 @@ class Conversion:
         """
         name = key.rpartition(".")[2]
         reason = LEFT.get(name) or CHANGES.get(name) or refused().get(ours or name)
-        reason = reason or other_names().get(name, UNKNOWN)
+        reason = reason or other_names().get(name, UNKNOWN_KEY)
         if value in (None, ""):
             self.note(key, EMPTY)
         elif is_off(value) and name not in _ALWAYS_ON:
@@ -146,7 +146,7 @@ class Conversion:
         else:
             is_name = reason.isidentifier()
             reason = f"here it is {reason}, with another value" if is_name else reason
-            add = self.note if name in LEFT or name in HARMLESS else self.change
+            add = self.note if name in LEFT or name in HARMLESS_KEYS else self.change
             add(key, reason)
 
     def leave_all(self, path: str, values: Mapping[str, Any]) -> None:

@@ -34,14 +34,14 @@ def choose_products() -> str | None:
     return "MKL's; oneDNN's, faster on this CPU, would round factors"
 
 
-def by_onednn() -> bool:
+def uses_onednn() -> bool:
     """Return whether oneDNN computes float32 matrix products in full precision here."""
     return torch.get_float32_matmul_precision() == _ONEDNN and not has_amx()
 
 
 def products_name() -> str:
     """Return the name of the library that computes float32 matrix products."""
-    return "oneDNN" if by_onednn() else "torch's default"
+    return "oneDNN" if uses_onednn() else "torch's default"
 
 
 def keep_freed_memory(environment: Mapping[str, str]) -> bool:

@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
 
 # On a CPU a block fits into the cache. Fast products on a GPU need rows whose size is a multiple of
 # 16 bytes. With GPT-2's vocabulary of 50,257 a step took twice as long as with a padded vocabulary.
-SIZES = {
+TILE_SIZES = {
     "cpu": Sizes(rows=1024, tile=64, logits=2**26, block=2**20, words=1),
     "cuda": Sizes(rows=4096, tile=128, logits=2**29, block=2**25, words=8),
 }
@@ -87,7 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needed = tuple(gradients and needs for needs in ctx.needs_input_grad)
         tokens = len(hidden)
         if hidden.device.type == "cpu":  # pad: oneDNN compiles code for each number of tokens
-            padding = _round_up(tokens, SIZES["cpu"].tile) - tokens
+            padding = _round_up(tokens, TILE_SIZES["cpu"].tile) - tokens
             hidden = functional.pad(hidden, (0, 0, 0, padding))
             targets = functional.pad(targets, (0, padding), value=IGNORED)
         head = ChunkedHead(hidden.to(dtype), weight, bias, terms, needed, compiled)
@@ -132,7 +132,7 @@ class ChunkedHead:
         needed: tuple[bool, ...], compiled: bool,
     ):  # fmt: skip
         device, self.vocabulary = hidden.device.type, len(weight)
-        sizes = SIZES.get(device, SIZES["cuda"])
+        sizes = TILE_SIZES.get(device, TILE_SIZES["cuda"])
         words = _round_up(self.vocabulary, sizes.words)
         self.hidden, self.scale, self.cap = hidden, terms.scale, terms.softcap
         self.weight = _pad_rows(weight, words, hidden.dtype)

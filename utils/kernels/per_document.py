@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from utils.kernels.cpu_products import by_onednn
+from utils.kernels.cpu_products import uses_onednn
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -120,7 +120,7 @@ def _uses_blocks(query: Tensor, length: int, terms: ScoreTerms) -> bool:
     plain = terms._replace(scale=None, window=None) == ScoreTerms()
     whole = terms.window is None or terms.window >= length
     supported = query.device.type == "cpu" and query.dtype in (torch.float32, *HALF_TYPES)
-    return plain and whole and supported and length <= BLOCKED_ON_CPU and by_onednn()
+    return plain and whole and supported and length <= BLOCKED_ON_CPU and uses_onednn()
 
 
 def _blocked_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:

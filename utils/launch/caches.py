@@ -24,8 +24,8 @@ from utils.launch.verdict import NOTES_DIR
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "stoker-"
-LARGEST_BYTES = 2**30  # a larger archive is not read, and the job's end replaces it
+ARCHIVE_PREFIX = "stoker-"
+LARGEST_ARCHIVE_BYTES = 2**30  # a larger archive is not read, and the job's end replaces it
 _CACHES = ("CUDA_CACHE_PATH", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "TORCH_EXTENSIONS_DIR")
 _COMPILER_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 # A UNIX socket's path has at most 107 bytes, and multiprocessing appends 32 to TMPDIR.
@@ -41,7 +41,7 @@ def enter_node_directory() -> Path:
     """
     base = os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108
     # On network storage a node sees only its own locks, so it must not remove other nodes' folders.
-    prefix = f"{PREFIX}{host_name()}+"
+    prefix = f"{ARCHIVE_PREFIX}{host_name()}+"
     remove_abandoned(Path(base), prefix)
     try:
         job = os.environ.get("SLURM_JOB_ID", "local")
@@ -69,7 +69,7 @@ def unpack_compiled(folder: Path) -> int:
     If the archive cannot be read, a warning is logged.
     """
     archive = archive_path()
-    if archive.exists() and archive.stat().st_size <= LARGEST_BYTES:
+    if archive.exists() and archive.stat().st_size <= LARGEST_ARCHIVE_BYTES:
         try:
             with tarfile.open(archive) as tar:
                 # Allow only regular files: the "data" filter of older Pythons can be bypassed.

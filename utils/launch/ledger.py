@@ -22,7 +22,7 @@ from pathlib import Path
 from utils.config.errors import ExitCode
 from utils.host.journal_file import LATEST, printable
 from utils.launch.slurm import expand_hosts
-from utils.launch.verdict import CONSEQUENCE, GPUS, Note, likelihood, read_notes
+from utils.launch.verdict import CONSEQUENCE, GPUS, Note, cause_order, read_notes
 
 WEEK_S = 7 * 86400
 _ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ _REFUSED_NODE = re.compile(
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a node: one line of the ledger. `record` sets `job` and `time`."""
+    """A fault of a node: one line of the ledger. `record_faults` sets `job` and `time`."""
 
     node: str
     kind: str  # hang, hardware (ECC), nccl, slow, refused (failed check), lost or mismatch
@@ -60,7 +60,7 @@ def ledger_path() -> Path:
     return Path(os.environ.get("STOKER_LEDGER") or _ROOT / ".stoker" / "nodes.jsonl")
 
 
-def record(faults: Iterable[Fault]) -> str:
+def record_faults(faults: Iterable[Fault]) -> str:
     """Append faults of this job's nodes to the ledger; return "", or an error message.
 
     Adds the job's id and the time. Outside of Slurm nothing is written, unless STOKER_LEDGER is
@@ -100,7 +100,7 @@ def read_ledger() -> tuple[list[Fault], int]:
     return sorted(faults, key=lambda fault: fault.time), damaged
 
 
-def number(name: str, default: float) -> float:
+def number_from_environment(name: str, default: float) -> float:
     """Return an environment variable as a number; `default` if it is unset or not a number."""
     with suppress(KeyError, ValueError):
         return float(os.environ[name])
@@ -115,7 +115,7 @@ def bad_nodes(faults: Iterable[Fault]) -> Counter[str]:
     is the cause, such as by a deadlock in its code, and these faults do not count. The kinds
     `hardware` and `lost` always count.
     """
-    least, now = number("STOKER_LEAVE_OUT_AFTER", 2), time.time()
+    least, now = number_from_environment("STOKER_LEAVE_OUT_AFTER", 2), time.time()
     # A wrong clock may have written future times. One of the two nodes of a mismatch is healthy.
     faults = [fault for fault in faults if fault.kind != "mismatch"]
     recent = [fault for fault in faults if abs(now - fault.time) <= WEEK_S]
@@ -155,7 +155,7 @@ def note_faults(
         found = [*find_faults(verdict, notes, hosts, dict(enumerate(gpus)))]
     faults = {fault.node: fault for fault in found}.values()
     summary = ", ".join(f"{fault.node} ({fault.kind})" for fault in faults)
-    return [record(faults) or f"noted in {ledger_path()}: {summary}"] if faults else []
+    return [record_faults(faults) or f"noted in {ledger_path()}: {summary}"] if faults else []
 
 
 def find_faults(
@@ -172,7 +172,7 @@ def find_faults(
             yield Fault(note.host, "hardware", note.text, gpus.get(note.rank, ""))
     local_errors = {note.host: note for note in failed if _LOCAL_NCCL_ERROR.search(note.text)}
     # A node without notes, or a rank that ended otherwise, may have caused the NCCL errors.
-    all_consequences = all(likelihood(note) == CONSEQUENCE for note in notes)
+    all_consequences = all(cause_order(note) == CONSEQUENCE for note in notes)
     if len(local_errors) == 1 and all_consequences and {note.host for note in notes} == {*hosts}:
         yield from (Fault(host, "nccl", note.text) for host, note in local_errors.items())
     hung = {host: int(rank) for rank, host in _HUNG_RANK.findall(verdict)}

@@ -24,24 +24,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from utils.config.declarations import DEFAULT, Given
+from utils.config.declarations import DEFAULT, SettingValue
 from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError, UsedPortError
 from utils.config.launch_settings import PREFIXES, block
 from utils.config.strategy import AUTO, ONE_PROCESS, StrategyConfig, choose_config
-from utils.host.faults import last_line
+from utils.host.faults import error_line
 from utils.host.machine import host_name, memory_kills
 from utils.host.redaction import write_error
 from utils.host.run_lock import BY_USER
 from utils.launch.caches import enter_node_directory, pack_compiled, unpack_compiled
-from utils.launch.notify import tell
+from utils.launch.notify import send_message
 from utils.launch.rendezvous import check_nodes, node_facts
 from utils.launch.restart import Restarts
-from utils.launch.script import FAILED, configure_logging, missing_package, write_report
+from utils.launch.script import FAILED, configure_logging, missing_package, write_failure_report
 from utils.launch.signals import (
     CTRL_C,
-    EXIT_CODE,
+    CTRL_C_EXIT_CODE,
     INTERRUPTED,
-    LAUNCHER,
+    LAUNCHER_VARIABLE,
     SAVING,
     STOP,
     Stage,
@@ -50,9 +50,9 @@ from utils.launch.signals import (
 )
 from utils.launch.slurm import Allocation, read_allocation
 from utils.launch.verdict import (
+    NO_NOTES_TEXT,
     NOTES_DIR,
     RUN_STARTED,
-    SILENT,
     Verdict,
     leave_verdict,
     note_worker_ends,
@@ -157,9 +157,9 @@ def report(directory: Path, verdict: Verdict) -> None:
     """Report a failed run and send a message about any end. In a job, the job script does both."""
     for file in directory.rglob(RUN_STARTED):  # only rank 0 writes this file
         output_dir = Path(file.read_text(encoding="utf-8").strip())
-        if verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED, EXIT_CODE):
-            write_report(output_dir)
-        tell(output_dir, verdict.exit_code, verdict.text)
+        if verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED, CTRL_C_EXIT_CODE):
+            write_failure_report(output_dir)
+        send_message(output_dir, verdict.exit_code, verdict.text)
 
 
 def run(command: list[str], signals: StopSignals) -> Verdict:
@@ -170,7 +170,7 @@ def run(command: list[str], signals: StopSignals) -> Verdict:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         configure_logging()
         unpacked = unpack_compiled(directory / "compiled")
-        arguments = prepare(command)
+        arguments = prepare_launch(command)
         signals.started = True
         one_node = arguments.num_machines == 1
         restarts = Restarts(directory, by_launcher=one_node and not IN_JOB_SCRIPT)
@@ -180,12 +180,12 @@ def run(command: list[str], signals: StopSignals) -> Verdict:
         return verdict
     except KeyboardInterrupt:
         atexit.register(logging.disable)  # runs first: torch's exit handlers would log
-        return Verdict(f"{BY_USER}, {signals.stage.value}", EXIT_CODE)
+        return Verdict(f"{BY_USER}, {signals.stage.value}", CTRL_C_EXIT_CODE)
     except Exception as error:
         refusal = error if isinstance(error, ConfigurationError) else missing_package(error)
         if refusal is None:  # srun will end the other nodes, and this verdict names the cause
             write_error(traceback.format_exc())
-            return Verdict(f"the launcher on {host_name()} failed: {last_line(error)}", FAILED)
+            return Verdict(f"the launcher on {host_name()} failed: {error_line(error)}", FAILED)
         return Verdict(f"{refusal.kind} on {host_name()}:\n{refusal}", refusal.exit_code)
 
 
@@ -203,7 +203,7 @@ def leave_or_print(verdict: Verdict) -> Verdict:
     return earlier or verdict
 
 
-def prepare(command: list[str]) -> argparse.Namespace:
+def prepare_launch(command: list[str]) -> argparse.Namespace:
     """Choose the accelerate config, check all nodes, and return `accelerate launch`'s arguments.
 
     command: SCRIPT ARGUMENTS. Also sets the workers' environment. Raises ConfigurationError.
@@ -214,9 +214,9 @@ def prepare(command: list[str]) -> argparse.Namespace:
             "script: slurm/launch_node.sh SCRIPT ARGUMENTS ..."
         )
     if os.environ.get("SLURM_NODEID", "0") == "0":
-        from utils.launch.opening import first_line
+        from utils.launch.opening import opening_line
 
-        write_error(f"{first_line(command[0], command[1:])}\n")
+        write_error(f"{opening_line(command[0], command[1:])}\n")
     import torch
 
     devices = torch.cuda.device_count()
@@ -269,7 +269,7 @@ def check_config(config: StrategyConfig, allocation: Allocation) -> None:
         )
 
 
-def given_strategy(arguments: Sequence[str]) -> Given:
+def given_strategy(arguments: Sequence[str]) -> SettingValue:
     """Return the strategy that a script's arguments or recipes set, or AUTO if none is set.
 
     Wrong arguments are ignored here, because the script reports them.
@@ -277,12 +277,16 @@ def given_strategy(arguments: Sequence[str]) -> Given:
     from utils.launch.opening import early_settings
 
     given = early_settings(arguments).get("strategy", DEFAULT)
-    return given if given.value and isinstance(given.value, str) else Given(AUTO, DEFAULT.source)
+    return (
+        given
+        if given.value and isinstance(given.value, str)
+        else SettingValue(AUTO, DEFAULT.source)
+    )
 
 
 def process_environment(allocation: Allocation) -> dict[str, str]:
     """Return the workers' environment variables: the launcher's pid, OMP threads and CPU mode."""
-    variables = {LAUNCHER: str(os.getpid())}
+    variables = {LAUNCHER_VARIABLE: str(os.getpid())}
     if not os.environ.get("OMP_NUM_THREADS"):
         # Share the cores that Slurm gave, or all cores, equally.
         cpus = os.environ.get("SLURM_CPUS_PER_TASK") or os.environ.get("SLURM_CPUS_ON_NODE")
@@ -351,7 +355,7 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     exit_codes: dict[int, int] | None = None
-    silent_text = SILENT
+    silent_text = NO_NOTES_TEXT
     kills_before = memory_kills()
     logging.disable(logging.ERROR)  # torchrun's own messages would hide the cause
     try:
@@ -361,7 +365,7 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
     except subprocess.CalledProcessError as error:
         exit_codes = {0: error.returncode}
     except SignalException as error:
-        return Verdict(f"interrupted on {host_name()} by {error.sigval.name}", EXIT_CODE)
+        return Verdict(f"interrupted on {host_name()} by {error.sigval.name}", CTRL_C_EXIT_CODE)
     except (RendezvousError, DistError, ConnectionError, ValueError, ImportError) as error:
         reason = error.__cause__ or error
         unfit = isinstance(error, ValueError | ImportError) or "EADDRINUSE" in str(reason)
@@ -370,7 +374,7 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
             raise kind(f"{host_name()}: accelerate launch: {reason}") from error
         # check_nodes reached all nodes before, so the launcher of another node has ended.
         exit_codes = {}
-        silent_text = f"{host_name()} lost the launcher of another node: {last_line(reason)}"
+        silent_text = f"{host_name()} lost the launcher of another node: {error_line(reason)}"
     finally:
         kill_workers()
         logging.disable(logging.NOTSET)

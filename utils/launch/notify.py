@@ -3,9 +3,9 @@
     STOKER_ON_EVENT=https://... python -m utils.launch.notify EVENT RUN JOB TEXT
 
 In a job, slurm/job_setup.sh calls the command, or runs this module for a webhook. Without a job
-script, `tell` does the same. The webhook gets one JSON object by POST. Slack and Mattermost show
-the value of `text`, Discord shows `content`. Secrets are masked. The URL often contains a token, so
-Stoker does not print the URL.
+script, `send_message` does the same. The webhook gets one JSON object by POST. Slack and
+Mattermost show the value of `text`, Discord shows `content`. Secrets are masked. The URL often
+contains a token, so Stoker does not print the URL.
 """
 
 import http.client
@@ -24,7 +24,7 @@ from utils.host.redaction import redact, write_error
 TIMEOUT_S = 8.0  # the job script waits for 10
 
 
-def tell(run: Path, code: int, text: str) -> None:
+def send_message(run: Path, code: int, text: str) -> None:
     """Send a message about the end of a run to STOKER_ON_EVENT, if set. Raises nothing.
 
     code: the exit code of the run. text: why the run ended; only the first line is sent.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from utils.config.declarations import FLAGS_RANK, Given
+from utils.config.declarations import FLAGS_RANK, SettingValue
 
 PACKAGES = (
     "torch", "transformers", "trl", "accelerate", "datasets", "tokenizers", "peft", "deepspeed",
@@ -21,7 +21,7 @@ SOURCES = ("config", "model_name_or_path", "init_from", "model_config", "sources
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def early_settings(words: Sequence[str]) -> dict[str, Given]:
+def early_settings(words: Sequence[str]) -> dict[str, SettingValue]:
     """Return {name: setting} from a script's arguments `words` and from the recipes named by them.
 
     Wrong settings are ignored here, because the script reports them later.
@@ -33,11 +33,12 @@ def early_settings(words: Sequence[str]) -> dict[str, Given]:
     flags, _ = read_flags(words)
     entries, _ = read_recipes(flags.get(CONFIG_FLAG, []))
     return entries | {
-        name: Given(" ".join(given), f"--{name}", FLAGS_RANK) for name, given in flags.items()
+        name: SettingValue(" ".join(given), f"--{name}", FLAGS_RANK)
+        for name, given in flags.items()
     }
 
 
-def first_line(script: str, words: Sequence[str]) -> str:
+def opening_line(script: str, words: Sequence[str]) -> str:
     """Return the line that announces a script: time, script, recipe or model, and output directory.
 
     words: the script's arguments

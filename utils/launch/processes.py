@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 # Ranks do not start at the same time: with a cold file cache, imports take a minute longer.
 FIRST_COLLECTIVE_LIMIT_S = 180.0
-ADVICE = (
+NETWORK_ADVICE = (
     "Look at the interface that carries the traffic (NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME: the "
     "name that `ip -brief address` shows on every node), at firewalls between the nodes, and at "
     "what NCCL_DEBUG=INFO and TORCH_DISTRIBUTED_DEBUG=DETAIL log."
@@ -145,7 +145,7 @@ def all_hosts(rank: int, device: torch.device) -> tuple[str, ...]:
             raise
         failure = f"failed ({(str(error).strip() or type(error).__name__).splitlines()[0]})."
     what = f"rank {rank}: the first collective of all ranks ({device.type})"
-    raise UnfitClusterError(f"{host_name()} {what} {failure} {ADVICE}")
+    raise UnfitClusterError(f"{host_name()} {what} {failure} {NETWORK_ADVICE}")
 
 
 def requested_strategy(environment: Mapping[str, str], processes: int) -> str:

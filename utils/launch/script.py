@@ -26,15 +26,15 @@ from utils.config.errors import (
     UnfitClusterError,
 )
 from utils.host.atomic_files import cache_root
-from utils.host.faults import last_line, lost_process, memory_error, storage_error
+from utils.host.faults import error_line, lost_process, memory_error, storage_error
 from utils.host.machine import global_rank, host_name, memory_kills
 from utils.host.redaction import install_redaction, redact, write_error
 from utils.host.run_lock import BY_USER, held_runs, note_error
-from utils.launch.notify import tell
-from utils.launch.opening import first_line, version_text
+from utils.launch.notify import send_message
+from utils.launch.opening import opening_line, version_text
 from utils.launch.signals import (
     CTRL_C,
-    EXIT_CODE,
+    CTRL_C_EXIT_CODE,
     NODE_DIR,
     end_with_launcher,
     is_launcher,
@@ -218,10 +218,10 @@ def run_script(
     if NODE_DIR not in os.environ:  # otherwise the launcher or the job script reports
         errors = held_runs()
         texts = {0: "done", ExitCode.STOPPED: "stopped with a checkpoint"}
-        if exit_code not in (*texts, EXIT_CODE):
-            final_steps += [partial(write_report, run) for run in errors]
+        if exit_code not in (*texts, CTRL_C_EXIT_CODE):
+            final_steps += [partial(write_failure_report, run) for run in errors]
         words = next(iter(errors.values()), "") or texts.get(exit_code, f"exit code {exit_code}")
-        final_steps += [partial(tell, run, exit_code, words) for run in runs_begun]
+        final_steps += [partial(send_message, run, exit_code, words) for run in runs_begun]
         runs_begun.clear()
     if exit_code:
         # Other exit handlers may hang, and threads that Python joins before it calls them.
@@ -231,7 +231,7 @@ def run_script(
     return exit_code
 
 
-def write_report(run: Path) -> None:
+def write_failure_report(run: Path) -> None:
     """Run report.py for a failed run in a child process with a time limit. Raises nothing."""
     command = [sys.executable, str(Path(__file__).parents[2] / "report.py"), str(run)]
     # Without these variables report.py is not a rank, and writes no note for the launcher.
@@ -282,7 +282,7 @@ def _handle_arguments(usage: str | None, announced: bool) -> int | None:
     asks_for_help = {"-h", "--help"} & {*words}
     # launch_node.sh has written the line before it started the ranks.
     if announced and first_rank and not asks_for_help and NODE_DIR not in os.environ:
-        write_error(f"{first_line(script, words)}\n")
+        write_error(f"{opening_line(script, words)}\n")
     return None
 
 
@@ -300,7 +300,7 @@ def _end_interrupted(why: str = "") -> int:
     if global_rank() == 0:
         write_error(f"\n{BY_USER}{why}\n")
     atexit.register(logging.disable)  # runs first: torch's exit handlers would log
-    return EXIT_CODE
+    return CTRL_C_EXIT_CODE
 
 
 def missing_package(error: BaseException) -> UnfitClusterError | None:
@@ -322,7 +322,7 @@ def missing_package(error: BaseException) -> UnfitClusterError | None:
 def _end_failed(error: Exception) -> int:
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         error.add_note("torch cannot compile this model: --compile false trains without, slower.")
-    words = last_line(error)
+    words = error_line(error)
     if stop_request() == CTRL_C:  # another rank may have ended before this one saved
         return _end_interrupted(f"; no checkpoint was saved: {words}")
     leave_note("failed", FAILED, words)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from utils.config.declarations import is_true
 from utils.config.errors import ConfigurationError, UnfitClusterError
-from utils.config.strategy import AUTO, CONFIG
+from utils.config.strategy import AUTO, CONFIG_VARIABLE
 from utils.host.machine import host_name
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def on_cpu(environment: Mapping[str, str], strategy: str = AUTO) -> bool:
     return (
         is_true("ACCELERATE_USE_CPU", environment)
         or environment.get("DS_ACCELERATOR") == "cpu"
-        or Path(environment.get(CONFIG) or strategy).name in ("cpu", "cpu.yaml")
+        or Path(environment.get(CONFIG_VARIABLE) or strategy).name in ("cpu", "cpu.yaml")
     )
 
 

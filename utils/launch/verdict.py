@@ -23,7 +23,7 @@ from utils.launch.signals import KILLED_BY_SIGTERM
 
 NOTES_DIR = "STOKER_NOTES_DIR"
 VERDICT = "verdict.txt"
-EXIT_CODE = "exit_code"
+EXIT_CODE_FILE = "exit_code"
 RUN_STARTED = "run_started"
 GPUS = "gpus.json"  # the UUID of the GPU of each rank
 SUBMITTED = "submitted-"
@@ -47,7 +47,7 @@ _REQUEUED = re.compile(r"  job (\S+): (.*); requeued, start (\d+) will resume$",
 _CANCELLED = re.compile(
     r"\*\*\* (?:JOB|STEP) .+ CANCELLED AT \S+ DUE TO ([A-Z ]*[A-Z])|\*\*\* JOB .+ CANCELLED AT"
 )
-CONSEQUENCE = 4  # the result of `likelihood` for a rank that ended because another rank had ended
+CONSEQUENCE = 4  # the result of `cause_order` for a rank that ended because another rank had ended
 # If a worker dies on another node, that node's torchrun ends the other workers within this time.
 # Then that node's launcher writes the note with the cause.
 WAIT_FOR_CAUSES_S = 8.0
@@ -55,7 +55,7 @@ OUT_OF_MEMORY = (
     ": the kernel killed a process of this job because the host's memory ran out. Ask for more "
     "(sbatch --mem), or use fewer data workers (--dataloader_num_workers)."
 )
-SILENT = "a process of the job ended without a word; see above"
+NO_NOTES_TEXT = "a process of the job ended without a word; see above"
 _MOST_RANKS = 4  # ranks in a message
 
 runs_begun: list[Path] = []  # output directories of the runs that this process started as rank 0
@@ -139,7 +139,7 @@ def leave_verdict(text: str, exit_code: int) -> bool:
     text: why the job ended
     """
     first = leave_file(VERDICT, redact(text.rstrip()) + "\n")
-    return first and leave_file(EXIT_CODE, f"{int(exit_code)}\n")
+    return first and leave_file(EXIT_CODE_FILE, f"{int(exit_code)}\n")
 
 
 def read_verdict() -> Verdict | None:
@@ -148,7 +148,7 @@ def read_verdict() -> Verdict | None:
         return None
     try:
         # Read the code first, because it is written last.
-        code = int((directory / EXIT_CODE).read_text(encoding="utf-8"))
+        code = int((directory / EXIT_CODE_FILE).read_text(encoding="utf-8"))
         return Verdict((directory / VERDICT).read_text(encoding="utf-8").rstrip(), code)
     except (OSError, ValueError):
         return None
@@ -164,7 +164,7 @@ def name_of_job(slurm: Mapping[str, Any]) -> str:
     return str(slurm.get("job_id"))
 
 
-def verdict_of(slurm: Mapping[str, Any]) -> str | None:
+def read_job_verdict(slurm: Mapping[str, Any]) -> str | None:
     """Return why one start of a job ended, from .stoker/job-ID.RESTARTS/verdict.txt, or None.
 
     RESTARTS is the number of restarts by Slurm, followed by `.N` after N restarts inside the job.
@@ -266,7 +266,7 @@ def note_worker_ends(
             leave_note("failed", code, f"exit code {code}; what it printed is above", rank)
 
 
-def wait_for_verdict(several_nodes: bool, silent: str = SILENT) -> Verdict:
+def wait_for_verdict(several_nodes: bool, silent: str = NO_NOTES_TEXT) -> Verdict:
     """Return the job's verdict after processes of this node failed.
 
     several_nodes: if True, wait up to WAIT_FOR_CAUSES_S seconds for a note that names a cause.
@@ -277,25 +277,25 @@ def wait_for_verdict(several_nodes: bool, silent: str = SILENT) -> Verdict:
         if verdict := read_verdict():
             return verdict
         notes = read_notes()
-        if any(likelihood(note) != CONSEQUENCE for note in notes) or time.monotonic() > deadline:
-            return judge(notes, silent)
+        if any(cause_order(note) != CONSEQUENCE for note in notes) or time.monotonic() > deadline:
+            return likeliest_cause(notes, silent)
         time.sleep(0.1)
 
 
-def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
+def likeliest_cause(notes: Iterable[Note], silent: str = NO_NOTES_TEXT) -> Verdict:
     """Return the verdict that follows from the ranks' notes: the likeliest cause of the job's end.
 
     If several causes are equally likely, the earliest counts. silent: the verdict's text if there
     are no notes.
     """
-    ordered = sorted(notes, key=lambda note: (likelihood(note), note.time))
+    ordered = sorted(notes, key=lambda note: (cause_order(note), note.time))
     if not ordered:
         return Verdict(silent, ExitCode.LOST_RANK)
     cause = ordered[0]
     if cause.kind == "stopped":
         return Verdict(cause.text, cause.exit_code)
     how, code = _end_words(cause), cause.exit_code
-    if cause.kind == "failed" and likelihood(cause) == CONSEQUENCE:
+    if cause.kind == "failed" and cause_order(cause) == CONSEQUENCE:
         how, code = "lost another rank, which left no word:", ExitCode.LOST_RANK
     return Verdict(f"rank {cause.rank} on {cause.host} {how} {cause.text}", code)
 
@@ -305,7 +305,7 @@ def _end_words(note: Note) -> str:
     return {"refused": "ended:", "killed": "was killed by"}.get(note.kind, f"{note.kind}:")
 
 
-def likelihood(note: Note) -> int:
+def cause_order(note: Note) -> int:
     """Return a sort key of a note; the lowest key marks the likeliest cause of the job's end."""
     if note.exit_code == ExitCode.OUT_OF_MEMORY:
         return 0  # even if the text looks like a consequence

@@ -17,16 +17,16 @@ from transformers.pytorch_utils import Conv1D
 from utils.config.arguments import ModelArguments, with_values
 from utils.config.errors import ConfigurationError
 from utils.host.faults import memory_error
-from utils.host.foreign import limits, read_object, reason
+from utils.host.foreign import read_object, reason, resource_limits
 from utils.model.architecture import (
-    MISFITS,
-    apart_inside,
+    MODEL_CODE_ERRORS,
     causal_lm_class,
-    check_room,
+    check_memory_room,
     expert_count,
-    first_line,
+    first_error_line,
     gets_gradient,
-    outside_text,
+    non_text_name_parts,
+    non_text_parameters,
     routers,
     text_model_of,
     without_weights,
@@ -35,7 +35,7 @@ from utils.model.architecture import (
 ALL = "all-linear"
 # Old name of one expert's linear layer -> new name of the parameter that stacks all experts.
 # Published recipes have the old names. transformers now has the new names.
-FORMERLY = {
+OLD_EXPERT_NAMES = {
     "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj",
     "w3": "gate_up_proj", "w2": "down_proj", "down_proj": "down_proj",
 }  # fmt: skip
@@ -62,7 +62,7 @@ def with_adapters(built: PreTrainedModel, model: ModelArguments) -> nn.Module:
     """
     if not model.use_peft:
         freeze_unused(built)
-        freeze_asked(built, model)
+        freeze_by_settings(built, model)
         return built
     from peft import get_peft_model
     from trl import get_peft_config  # slow: imports datasets and pandas
@@ -96,7 +96,7 @@ def load_adapter(model: PreTrainedModel, path: str, config_file: Path) -> nn.Mod
             # Without the adapter's weights the model would answer like the base model.
             warnings.filterwarnings("error", message="Found missing adapter keys")
             return PeftModel.from_pretrained(model, path)
-    except (*MISFITS, UserWarning) as error:
+    except (*MODEL_CODE_ERRORS, UserWarning) as error:
         if memory_error(error):
             raise
         raise ConfigurationError(
@@ -114,7 +114,11 @@ def _check_adapter_size(model: PreTrainedModel, config_file: Path) -> None:
     from peft import PeftConfig, get_peft_model
 
     needed = 0
-    with limits(config_file), warnings.catch_warnings(), contextlib.suppress(*MISFITS):
+    with (
+        resource_limits(config_file),
+        warnings.catch_warnings(),
+        contextlib.suppress(*MODEL_CODE_ERRORS),
+    ):
         warnings.simplefilter("ignore")
         config: Any = PeftConfig.from_pretrained(str(config_file.parent))
         # Build for inference, as from_pretrained does. For training PEFT would load a tokenizer.
@@ -124,7 +128,7 @@ def _check_adapter_size(model: PreTrainedModel, config_file: Path) -> None:
         with torch.device("meta"):
             adapted: Any = get_peft_model(built, config)
         needed = sum(weight.nbytes for weight in adapted.parameters()) - base
-    check_room(needed, f"{config_file}: this adapter takes")
+    check_memory_room(needed, f"{config_file}: this adapter takes")
 
 
 def trained_bytes(
@@ -152,14 +156,14 @@ def freeze_unused(model: PreTrainedModel) -> list[str]:
     DDP would wait for gradients of these parameters. They belong to encoders of images and sound,
     to indexers of sparse attention, and to poolers.
     """
-    frozen = outside_text(model)
+    frozen = non_text_parameters(model)
     frozen |= {name: each for name, each in model.named_parameters() if not gets_gradient(name)}
     for parameter in frozen.values():
         parameter.requires_grad_(False)
     return list(frozen)
 
 
-def freeze_asked(built: PreTrainedModel, model: ModelArguments) -> None:
+def freeze_by_settings(built: PreTrainedModel, model: ModelArguments) -> None:
     """Freeze weights as --freeze and --train_only ask.
 
     --freeze names the weights to freeze. --train_only names the only weights to train. Raises
@@ -183,13 +187,13 @@ def freeze_asked(built: PreTrainedModel, model: ModelArguments) -> None:
 
 
 def frozen_lines(model: ModelArguments, config: PreTrainedConfig) -> list[str]:
-    """Return a list with one log line on the weights that `freeze_asked` freezes, or []."""
+    """Return a list with one log line on the weights that `freeze_by_settings` freezes, or []."""
     if not (model.freeze or model.train_only):
         return []
     built = without_weights(config)
     freeze_unused(built)
     before = {weight for weight in built.parameters() if weight.requires_grad}
-    freeze_asked(built, model)
+    freeze_by_settings(built, model)
     named = dict(built.named_parameters(remove_duplicate=False))
     frozen = {weight for weight in before if not weight.requires_grad}
     layers = {name: set(module.parameters()) for name, module in built.named_modules() if name}
@@ -243,10 +247,10 @@ def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPla
             modules = [name for name in modules if name not in missed]
             parameters = [*parameters, *(f"{name}.weight" for name in missed)]
             model, adapted, _ = _try_adapters(config, model, modules, parameters)
-    except MISFITS as error:
+    except MODEL_CODE_ERRORS as error:
         raise ConfigurationError(
-            f"LoRA does not fit {config.model_type}: {first_line(error)} Set lora_target_modules "
-            "to other layers."
+            f"LoRA does not fit {config.model_type}: {first_error_line(error)} Set "
+            "lora_target_modules to other layers."
         ) from error
     # PEFT would repeat this warning for each further copy of the model.
     warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
@@ -292,7 +296,7 @@ def _targets(built: PreTrainedModel, model: ModelArguments) -> tuple[list[str], 
         modules = []
     elif targets is not None and targets != ALL:
         names = [targets] if isinstance(targets, str) else targets
-        stacked = {FORMERLY.get(name) for name in names}
+        stacked = {OLD_EXPERT_NAMES.get(name) for name in names}
         parameters = [name for name in parameters if name.rpartition(".")[2] in stacked]
         modules = _matching("lora_target_modules", targets, known, problems, bool(parameters))
     if target_weights is not None:
@@ -327,7 +331,7 @@ def _matching(
         if not matches:
             with contextlib.suppress(re.error):
                 matches = [each for each in known if re.fullmatch(name, each)]
-        if not matches and not (had_experts and name in FORMERLY):
+        if not matches and not (had_experts and name in OLD_EXPERT_NAMES):
             names = [each for each in _last_names(known) if not each.isdigit()]
             problems.append(
                 f"--{setting} {name}: nothing in the model has this name, nor does it match as a "
@@ -352,7 +356,7 @@ def linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
     forwards = (nn.Linear.forward, Conv1D.forward, FalconLinear.forward)
     head, text = built.get_output_embeddings(), text_model_of(built)
     inside = next(name for name, module in built.named_modules() if module is text)
-    modules, experts, excluded = [], [], apart_inside(built)
+    modules, experts, excluded = [], [], non_text_name_parts(built)
     for name, module in text.named_modules(prefix=inside):
         linear = type(module).forward in forwards and module is not head
         if linear and gets_gradient(name) and not any(part in f"{name}." for part in excluded):

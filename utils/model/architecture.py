@@ -18,7 +18,7 @@ from transformers.models.xlstm import configuration_xlstm
 from transformers.utils import is_xlstm_available
 
 from utils.config.errors import ConfigurationError
-from utils.host.foreign import foreign, limits
+from utils.host.foreign import library_errors, resource_limits
 from utils.host.machine import memory_room_bytes
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ WITHOUT_GRADIENT = {"indexer", "pooler"}
 LAYER_TYPES = ("layer_types", "layers_block_type")
 # Exceptions that a model's code raises for settings that do not fit each other, such as a width
 # that is not a multiple of the heads.
-MISFITS = (
+MODEL_CODE_ERRORS = (
     RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError,
     AssertionError, StrictDataclassError,
 )  # fmt: skip
@@ -50,13 +50,13 @@ TRITON = NATIVE | {
 }  # fmt: skip
 
 
-def first_line(error: BaseException) -> str:
+def first_error_line(error: BaseException) -> str:
     """Return the first line of an error message."""
     text = error.problems[0] if isinstance(error, ConfigurationError) else str(error)
     return (text.strip().splitlines() or [repr(error)])[0]
 
 
-def first_set(owner: Any, names: Sequence[str]) -> Any:
+def first_set_attribute(owner: Any, names: Sequence[str]) -> Any:
     """Return the first value of these attributes that is not None, 0 or empty. Default: None."""
     return next((getattr(owner, name) for name in names if getattr(owner, name, None)), None)
 
@@ -155,15 +155,17 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"
     name = config.name_or_path or f"a model of type {config.model_type}"
-    with limits(f"building {name}"), torch.device("meta"):
+    with resource_limits(f"building {name}"), torch.device("meta"):
         built: Any = causal_lm_class(config)(config)
     # from_pretrained computes the buffers (tables of positions) on the CPU, even without weights.
     # It computes them in int64 first, which needs more memory for a moment.
-    check_room(4 * sum(value.nbytes for value in built.buffers()), f"{name}: its buffers take")
+    check_memory_room(
+        4 * sum(value.nbytes for value in built.buffers()), f"{name}: its buffers take"
+    )
     return built
 
 
-def check_room(needed: int, what: str) -> None:
+def check_memory_room(needed: int, what: str) -> None:
     """Raise ConfigurationError if fewer than `needed` bytes are free. `what` begins the message."""
     room = memory_room_bytes()
     if needed > room:
@@ -176,7 +178,9 @@ def check_room(needed: int, what: str) -> None:
 def check_model(config: PretrainedConfig) -> None:
     """Raise ConfigurationError if the model cannot be built, or lacks a text model or LM head."""
     kind = f"model type {config.model_type!r}"
-    with foreign(config.name_or_path or kind, f"transformers cannot build this model of {kind}"):
+    with library_errors(
+        config.name_or_path or kind, f"transformers cannot build this model of {kind}"
+    ):
         built = without_weights(config)
     text, head = text_model_of(built), built.get_output_embeddings()
     if head is None or not any(module is text for module in built.modules()):
@@ -190,7 +194,9 @@ def expert_count(layer: torch.nn.Module) -> int:
     """Return the number of experts of a layer that stacks their weights, or 0 for other layers."""
     own = layer.parameters(recurse=False)
     stacked = any(len(getattr(weight, "ds_shape", weight.shape)) == 3 for weight in own)
-    return (first_set(layer, ("num_experts", "num_routed_experts")) or 0) if stacked else 0
+    return (
+        (first_set_attribute(layer, ("num_experts", "num_routed_experts")) or 0) if stacked else 0
+    )
 
 
 def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -266,7 +272,7 @@ def choose_xlstm_kernels(
     logger.info("xLSTM: kernels %s%s", config.chunkwise_kernel, hint)
 
 
-def apart_inside(model: PreTrainedModel) -> tuple[str, ...]:
+def non_text_name_parts(model: PreTrainedModel) -> tuple[str, ...]:
     """Return name parts, such as ".layers.3.", of the modules that process images or sound.
 
     Only modules inside the text model count. The text models of Chameleon and Phi-4 contain image
@@ -285,7 +291,7 @@ def apart_inside(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(f".{name}." for name in parts)
 
 
-def outside_text(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+def non_text_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
     """Return {name: parameter} of parts that text does not use, such as image towers."""
     if not set(getattr(model.config, "sub_configs", {})) - {"text_config"}:
         return {}
@@ -294,7 +300,7 @@ def outside_text(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
         for part in (text_model_of(model), model.get_output_embeddings())
         for weight in part.parameters()
     }
-    excluded = apart_inside(model)
+    excluded = non_text_name_parts(model)
     return {
         name: value
         for name, value in model.named_parameters()

@@ -21,7 +21,12 @@ from utils.kernels.varlen import (
     find_kernels,
     register_packed_varlen,
 )
-from utils.model.architecture import MISFITS, causal_lm_class, first_line, layer_settings
+from utils.model.architecture import (
+    MODEL_CODE_ERRORS,
+    causal_lm_class,
+    first_error_line,
+    layer_settings,
+)
 from utils.model.probe import (
     CPU,
     VOCABULARY,
@@ -40,7 +45,9 @@ MASK_COST = (
 )
 FLEX = "flex_attention"
 RUN_ANYWHERE = (NAME, "sdpa", "eager")
-OPEN = "open"  # the kernel's name in a plan for another machine, which chooses the kernel later
+UNDECIDED_KERNEL = (
+    "open"  # the kernel's name in a plan for another machine, which chooses the kernel later
+)
 ONE_A_ROW = "set --packing none (one document a sequence, so that there is nothing to leak)"
 ONE_DOCUMENT = "{}: each sequence is one document, as --packing none has it"
 KERNELS = (
@@ -51,7 +58,7 @@ KERNELS = (
 Rows = tuple[tuple[int, ...], ...]
 # Two packed sequences for `check_isolation`. Each has the lengths of its documents and, at the end,
 # the length of its padding. All documents have different lengths.
-ROWS = ((7, 5, 9, 3), (4, 13, 7))
+PROBE_LENGTHS = ((7, 5, 9, 3), (4, 13, 7))
 # Two sequences of one document each. The first ends in padding.
 WHOLE_ROWS = ((17, 7), (24,))
 FULL_ROW = ((24,),)  # one document without padding, for which transformers may build no mask
@@ -64,7 +71,7 @@ SMALL_SETTINGS = {
 # Factors for the lengths of documents and the number of sequences under sparse attention. With few
 # tokens many scores would be equal.
 LENGTH_FACTOR, ROW_FACTOR = 4, 4
-TOLERANCE = 1e-4
+ATTENTION_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -270,9 +277,9 @@ def check_isolation(
     logits are compared with eager attention on each document alone. Raises ConfigurationError if
     documents see each other or the logits differ, and ProbeError if the model does not run.
     """
-    row_sets: tuple[Rows, ...] = (ROWS, FULL_ROW)
+    row_sets: tuple[Rows, ...] = (PROBE_LENGTHS, FULL_ROW)
     if choice.kernel == ROW_SDPA:
-        row_sets = (ROWS, WHOLE_ROWS, FULL_ROW)
+        row_sets = (PROBE_LENGTHS, WHOLE_ROWS, FULL_ROW)
     elif choice.batches == "plain":
         row_sets = (WHOLE_ROWS, FULL_ROW)
     subject = f"model type {config.model_type!r} under --attn_implementation {choice.name}"
@@ -283,15 +290,15 @@ def check_isolation(
             fault = fault or _find_leak(model, rows, choice.batches)
         if not fault and choice.name in RUN_ANYWHERE:
             fault = _compare_with_eager(config, choice, row_sets[0], device)
-    except MISFITS as error:
+    except MODEL_CODE_ERRORS as error:
         raise ProbeError(
-            f"{subject} does not run on the check's batches ({first_line(error)})."
+            f"{subject} does not run on the check's batches ({first_error_line(error)})."
         ) from (error)
     if fault:
         raise ConfigurationError(f"{subject} {fault}.")
 
 
-def packed_batch(rows: Rows = ROWS, device: torch.device = CPU) -> dict[str, Any]:
+def packed_batch(rows: Rows = PROBE_LENGTHS, device: torch.device = CPU) -> dict[str, Any]:
     """Return model inputs of random packed sequences. rows: each sequence's document lengths."""
     generator = torch.Generator().manual_seed(0)
     row_length = sum(rows[0])
@@ -392,7 +399,7 @@ def _compare_with_eager(
         document = {"input_ids": batch["input_ids"][row : row + 1, start:stop]}
         expected = _logits(eager, document, "packed")[0]
         worst = (together[row, start:stop] - expected).abs().max() / expected.abs().max()
-        if not worst < tolerance(device, TOLERANCE):
+        if not worst < tolerance(device, ATTENTION_TOLERANCE):
             return (
                 f"computes other logits than eager attention does (by {worst:.1e} of the largest)"
             )

@@ -43,7 +43,7 @@ from utils.data.tokenizers import (
     tokenizer_sha256,
     vocabulary_size,
 )
-from utils.host.foreign import foreign, limits
+from utils.host.foreign import library_errors, resource_limits
 from utils.model.architecture import (
     accept_xlstm_kernels,
     causal_lm_class,
@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 WRITTEN_BY_LIBRARIES = ("architectures", "transformers_version")
 # quantization_config would quantize the model when it is loaded, but --dtype sets the type in
 # training. use_mtp would make generation fail: transformers cannot predict several tokens.
-LEFT_OUT = ("quantization_config", "use_mtp")
+IGNORED_KEYS = ("quantization_config", "use_mtp")
 ROWS_MULTIPLE = 64  # for the rows of an enlarged embedding: other numbers are slow on GPUs
 OTHER_INPUTS = ("pixel_values", "input_features", "image_embeds")  # inputs other than text
 
@@ -79,8 +79,8 @@ def load_model_config(
     model, length = settings.model, settings.data.sequence_length
     source = str(model.model_config or stage_of(settings) or model.model_name_or_path)
     problem = f"no model can be made of it (of a run, its final/ is one){how_to_rewrite(source)}"
-    with foreign(source, problem):
-        with limits(source):
+    with library_errors(source, problem):
+        with resource_limits(source):
             if model.model_config is not None:
                 config = config_from_file(Path(source), tokenizer, model.model_config_overrides)
             else:
@@ -91,7 +91,7 @@ def load_model_config(
         choose_xlstm_kernels(config, settings.training.device.type, length)
         if not isinstance(config.get_text_config(), PreTrainedConfig):
             raise ConfigurationError(f"{config.model_type} has no text_config: take it out.")
-        config = runnable(config)
+        config = text_runnable_config(config)
         text = config.get_text_config()
         # The attention is chosen later. Drop the attention that the file names, because the name
         # could refer to code on the Hub (CVE-2026-4372).
@@ -111,7 +111,7 @@ def load_model_config(
     return config
 
 
-def runnable(config: PreTrainedConfig) -> PreTrainedConfig:
+def text_runnable_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return `config`, or its text model's configuration if the model does not run on text alone.
 
     Raises ConfigurationError if the model cannot be built, or if no part runs on text alone.
@@ -198,9 +198,9 @@ def config_from_file(
             f"{model_type}; custom code models are not supported: use one that it has, or a later "
             "transformers."
         )
-    if left_out := [name for name in LEFT_OUT if values.get(name)]:
+    if left_out := [name for name in IGNORED_KEYS if values.get(name)]:
         logger.info("%s: %s is left out", path, ", ".join(left_out))
-    ignored = ("model_type", *LEFT_OUT)
+    ignored = ("model_type", *IGNORED_KEYS)
     settings = {name: value for name, value in values.items() if name not in ignored}
     special = ("bos_token_id", "eos_token_id", "pad_token_id")
     defaults = {name: getattr(tokenizer, name) for name in special}

@@ -17,7 +17,7 @@ from utils.checkpoints.record import RunRecord
 from utils.config.settings import RunSettings
 from utils.data.loader import PackedDataset
 from utils.data.tokenizers import vocabulary_size
-from utils.host.foreign import foreign
+from utils.host.foreign import library_errors
 from utils.model.stages import stage_of
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens")
@@ -31,7 +31,7 @@ def generation_settings(settings: RunSettings, config: PreTrainedConfig) -> Gene
     """
     source = str(stage_of(settings) or settings.model.model_name_or_path or "")
     if file := _find_file(source, GENERATION_CONFIG_NAME, settings):
-        with foreign(file, "it cannot be used", "Mend it or delete it."):
+        with library_errors(file, "it cannot be used", "Mend it or delete it."):
             found = GenerationConfig.from_pretrained(
                 source, revision=settings.model.model_revision or "main"
             )
@@ -131,6 +131,6 @@ def saved_dtype(
     return config.dtype if config.dtype in SAVED_DTYPES else trained
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a type in settings and in config.json, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

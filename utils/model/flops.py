@@ -23,9 +23,9 @@ from utils.data.packing import PackPlan
 from utils.model.architecture import (
     EXPERTS_PER_TOKEN,
     LAYER_TYPES,
-    apart_inside,
     expert_count,
-    first_set,
+    first_set_attribute,
+    non_text_name_parts,
     text_model_of,
 )
 
@@ -61,9 +61,9 @@ def token_products(model: Any) -> TokenProducts:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = base.config.get_text_config(decoder=True)
     experts = max(map(expert_count, base.modules()))
-    routed = first_set(config, EXPERTS_PER_TOKEN) or 1
+    routed = first_set_attribute(config, EXPERTS_PER_TOKEN) or 1
     forward = trained = 0.0
-    excluded = apart_inside(base)
+    excluded = non_text_name_parts(base)
     for part in (text_model_of(base), base.get_output_embeddings()):
         for name, module in part.named_modules():
             if name.split(".")[-1] == "original_module" or any(p in f".{name}." for p in excluded):
@@ -91,7 +91,7 @@ def _matrices(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
 
 def _attention_sizes(config: PreTrainedConfig) -> tuple[tuple[float, int | None], ...]:
     """Return (heads x head_dim, window or None) of each attention layer that is not linear."""
-    types = first_set(config, LAYER_TYPES)
+    types = first_set_attribute(config, LAYER_TYPES)
     kinds = [str(kind) for kind in types] if types else [None] * config.num_hidden_layers
     sizes = []
     for layer, kind in zip(config.per_layer_config, kinds, strict=False):

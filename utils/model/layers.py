@@ -52,8 +52,8 @@ CHOICES = ("none", "selective", "full")  # least recomputation first
 ROWWISE, TENSORWISE = "rowwise", "tensorwise"  # torchao's names
 MULTIPLE = 16  # torch's fp8 kernels need numbers of rows and columns that 16 divides
 LOWEST_CAPABILITY = (8, 9)  # the first GPUs with products in fp8: L4, L40S, RTX 4090
-STRATEGIES = ("single", "ddp", "fsdp2")
-SHOWN = 3
+FP8_STRATEGIES = ("single", "ddp", "fsdp2")
+LISTED_NAMES = 3
 
 _PRODUCTS = ("mm", "addmm", "_scaled_mm")
 # transformers uses the fallback on devices that do not support torch's `_grouped_mm`.
@@ -72,7 +72,9 @@ def keep_products(model: PreTrainedModel) -> None:
     """
     enable = type(model).activation_checkpointing_enable
     biased = any(getattr(module, "has_bias", False) is True for module in model.modules())
-    policy = partial(kept, products=_PRODUCTS if biased else _PRODUCTS + _EXPERT_PRODUCTS)
+    policy = partial(
+        checkpoint_policy, products=_PRODUCTS if biased else _PRODUCTS + _EXPERT_PRODUCTS
+    )
     contexts = partial(create_selective_checkpoint_contexts, policy)
 
     def enable_selective(activation_checkpointing_kwargs: Any = None, **options: Any) -> None:
@@ -82,7 +84,7 @@ def keep_products(model: PreTrainedModel) -> None:
     model.activation_checkpointing_enable = enable_selective  # type: ignore[method-assign,assignment]
 
 
-def kept(
+def checkpoint_policy(
     _: Any, operator: Any, *args: Any, products: tuple[str, ...] = _PRODUCTS, **kwargs: Any
 ) -> CheckpointPolicy:
     """Return whether selective activation checkpointing keeps an operator's output.
@@ -105,7 +107,7 @@ def kept(
 # Set this variable before importing torch, because the import sets it to a directory in /tmp.
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # torch's names for the arguments of a layer that change from step to step.
-OPEN_NUMBERS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")
+DYNAMIC_ARGUMENTS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")
 LEAST_GRAPHS = 8  # torch's default limit
 
 
@@ -150,7 +152,7 @@ def compile_layers(model: nn.Module) -> None:
     # At worst no layers are alike, and each layer is compiled for training and for evaluation.
     torch._dynamo.config.recompile_limit = max(LEAST_GRAPHS, 2 * len(layers))
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    torch.compiler.config.dynamic_sources = ",".join(OPEN_NUMBERS)
+    torch.compiler.config.dynamic_sources = ",".join(DYNAMIC_ARGUMENTS)
     for layer in layers:
         layer.compile(dynamic=False)
 
@@ -269,7 +271,7 @@ def plan_float8(
         return None
     shown = settings.values.shown("fp8")
     recipe = TENSORWISE if settings.model.fp8 == TENSORWISE else ROWWISE
-    if launch.strategy not in STRATEGIES:
+    if launch.strategy not in FP8_STRATEGIES:
         raise ConfigurationError(
             f"{shown} was tried with DDP and FSDP2, not with {launch.strategy}: use strategy: "
             "multi_gpu or fsdp2, or leave it out"
@@ -348,4 +350,6 @@ def float8_layers(config: PreTrainedConfig) -> tuple[tuple[str, ...], list[str]]
 
 def _short_list(names: Sequence[str]) -> str:
     last_names = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
-    return ", ".join(last_names[:SHOWN]) + (", ..." if len(last_names) > SHOWN else "")
+    return ", ".join(last_names[:LISTED_NAMES]) + (
+        ", ..." if len(last_names) > LISTED_NAMES else ""
+    )

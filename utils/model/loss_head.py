@@ -31,10 +31,10 @@ from utils.config.own_code import load_own
 from utils.kernels.linear_cross_entropy import IGNORED, LogitTerms, linear_cross_entropy
 from utils.model.architecture import (
     EXPERTS_PER_TOKEN,
-    MISFITS,
+    MODEL_CODE_ERRORS,
     body_of,
     causal_lm_class,
-    first_set,
+    first_set_attribute,
     routers,
     without_weights,
 )
@@ -48,7 +48,7 @@ from utils.model.probe import (
     tolerance,
 )
 
-COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+BALANCE_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 SWITCH = "output_router_logits"  # transformers' name of a setting and of an argument of forward
 # Settings by which architectures scale their logits. `_fusion_problem` detects any others.
 FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
@@ -58,7 +58,7 @@ SOFT_CAPS = ("final_logit_softcapping", "output_logit_soft_cap")
 # standard deviation of its logits, which is large enough that soft caps and factors matter.
 SHAPE = (3, 17)
 SPREAD = 10.0
-TOLERANCE = 1e-5
+LOSS_TOLERANCE = 1e-5
 RELEVANT = 1e-3  # relative errors are divided by at least this share of the largest gradient
 
 
@@ -199,7 +199,7 @@ def _logit_terms(text_config: PretrainedConfig) -> LogitTerms:
     factors = [getattr(text_config, name, None) for name in FACTORS]
     scale = math.prod(factor for factor in factors if factor is not None)
     scale /= getattr(text_config, DIVISOR, None) or 1
-    return LogitTerms(scale, first_set(text_config, SOFT_CAPS))
+    return LogitTerms(scale, first_set_attribute(text_config, SOFT_CAPS))
 
 
 def choose_loss_head(
@@ -247,9 +247,9 @@ def _fusion_problem(model_config: PretrainedConfig, device: torch.device) -> str
         torch.default_generator.manual_seed(0)
         try:
             worst = _largest_error(model)
-        except MISFITS as error:
+        except MODEL_CODE_ERRORS as error:
             return f"{name} does not run without its last layer ({type(error).__name__}: {error})"
-    if worst < tolerance(device, TOLERANCE):
+    if worst < tolerance(device, LOSS_TOLERANCE):
         return None
     return f"{name}'s loss is not the cross-entropy of its last layer alone ({worst:.1e} off)"
 
@@ -294,7 +294,7 @@ def router_term(
     ConfigurationError if `given` is set for a model without a load-balancing loss.
     """
     text: Any = config.get_text_config()
-    own = next((getattr(text, name) for name in COEFFICIENTS if hasattr(text, name)), None)
+    own = next((getattr(text, name) for name in BALANCE_COEFFICIENTS if hasattr(text, name)), None)
     # Llama 4 has these settings, but transformers adds no term to its loss.
     computed = hasattr(sys.modules[causal_lm_class(config).__module__], "load_balancing_loss_func")
     if own is None or not computed or not routers(without_weights(config)):
@@ -307,7 +307,7 @@ def router_term(
     coefficient = own if given is None else given
     if not coefficient or not (fine_tuning or getattr(text, SWITCH)):
         return None
-    return RouterTerm(coefficient, first_set(text, EXPERTS_PER_TOKEN))
+    return RouterTerm(coefficient, first_set_attribute(text, EXPERTS_PER_TOKEN))
 
 
 def balance_loss(

@@ -15,21 +15,21 @@ from utils.kernels.varlen import AttentionNeeds
 from utils.model.architecture import (
     EXPERTS_PER_TOKEN,
     LAYER_TYPES,
-    MISFITS,
+    MODEL_CODE_ERRORS,
     add_input_hooks,
     causal_lm_class,
-    check_room,
-    first_line,
-    first_set,
+    check_memory_room,
+    first_error_line,
+    first_set_attribute,
     layer_settings,
-    outside_text,
+    non_text_parameters,
     text_model_of,
     without_weights,
 )
 
 CPU = torch.device("cpu")
 VOCABULARY = 64
-WIDTH = 64
+PROBE_WIDTH = 64
 WIDEST = 512  # limit of the hidden size; larger ones take seconds on a CPU
 WIDEST_GROUP = 1024  # limit of the width of the query heads that share a key/value head
 OBSERVER = "packed_observer"
@@ -40,13 +40,14 @@ LAYER_INDICES = (
 # Limits of sizes that do not affect other sizes: widths of MLPs, ranks of low-rank products, groups
 # of experts and of state-space heads, and lengths of chunks (sequences are padded to whole chunks;
 # kernels on GPUs need a power of two of at least 16).
-AT_MOST = {
-    "intermediate_size": WIDTH, "intermediate_size_mlp": WIDTH, "moe_intermediate_size": WIDTH,
-    "shared_expert_intermediate_size": WIDTH, "shared_intermediate_size": WIDTH, "n_inner": WIDTH,
-    "ffn_dim": WIDTH, "n_group": 1, "topk_group": 1, "n_groups": 1, "mamba_n_groups": 1,
+SIZE_LIMITS = {
+    "intermediate_size": PROBE_WIDTH, "intermediate_size_mlp": PROBE_WIDTH,
+    "moe_intermediate_size": PROBE_WIDTH, "shared_expert_intermediate_size": PROBE_WIDTH,
+    "shared_intermediate_size": PROBE_WIDTH, "n_inner": PROBE_WIDTH,
+    "ffn_dim": PROBE_WIDTH, "n_group": 1, "topk_group": 1, "n_groups": 1, "mamba_n_groups": 1,
     "mamba_ngroups": 1, "chunk_size": 32, "mamba_chunk_size": 32,
     "vocab_size_per_layer_input": VOCABULARY, "zero_expert_num": 0,
-    "q_lora_rank": WIDTH, "kv_lora_rank": WIDTH, "o_lora_rank": WIDTH,
+    "q_lora_rank": PROBE_WIDTH, "kv_lora_rank": PROBE_WIDTH, "o_lora_rank": PROBE_WIDTH,
 }  # fmt: skip
 # Settings of state-space layers: number and dimension of heads; inner width / hidden size.
 STATE_HEADS = (
@@ -92,7 +93,7 @@ def probe_config(model_config: PretrainedConfig, device: torch.device = CPU) -> 
             return config
         except ConfigurationError:  # even the small model is too large
             raise
-        except MISFITS as error:
+        except MODEL_CODE_ERRORS as error:
             misfit = error
     raise ProbeError(
         f"model type {model_config.model_type!r}: no small model could be built on {device.type} "
@@ -113,16 +114,18 @@ def build_probe_model(
     Weights that text does not use are zeros and take no memory. The CPU's random state is restored.
     """
     planned = without_weights(config)
-    unused = {id(value) for value in outside_text(planned).values()}
+    unused = {id(value) for value in non_text_parameters(planned).values()}
     built = (*planned.parameters(), *planned.buffers())
     needed = sum(value.nbytes for value in built if id(value) not in unused)
-    check_room(needed, f"{config.name_or_path or config.model_type}: two of its layers take")
+    check_memory_room(needed, f"{config.name_or_path or config.model_type}: two of its layers take")
     config = copy.deepcopy(config)
     config._attn_implementation = attn_implementation
     model_class: Any = causal_lm_class(config)
     with no_init_weights():
         model = model_class(config)
-    idle: dict[Any, torch.Size] = {value: value.shape for value in outside_text(model).values()}
+    idle: dict[Any, torch.Size] = {
+        value: value.shape for value in non_text_parameters(model).values()
+    }
     for value, shape in idle.items():
         value.requires_grad_(False).data = torch.zeros(()).expand(shape)
         value._is_hf_initialized = True
@@ -162,9 +165,10 @@ def observe_attention(config: PretrainedConfig, device: torch.device = CPU) -> A
     try:
         with fork_random(device):
             _run_once(build_probe_model(config, OBSERVER, device).train(), device)
-    except MISFITS as error:
+    except MODEL_CODE_ERRORS as error:
         # Indexers of sparse attention read the mask, which packed attention does not have.
-        return f"{type(whole).__name__} needs masks ({type(error).__name__}: {first_line(error)})"
+        reason = f"{type(error).__name__}: {first_error_line(error)}"
+        return f"{type(whole).__name__} needs masks ({reason})"
     if not calls:
         return unused
     return AttentionNeeds(*(max(values) for values in zip(*calls, strict=True)))
@@ -187,11 +191,11 @@ def _cut_config(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedCo
     settings = layer_settings(config)
     config.per_layer_config = None
     kept = _cut_layers(config)
-    for name, limit in AT_MOST.items():
+    for name, limit in SIZE_LIMITS.items():
         _limit_size(config, name, limit)
     # Keep as many experts as a token uses. With more, a changed token would change how many tokens
     # an expert gets, and thus the rounding of other documents' logits.
-    per_token = first_set(config, EXPERTS_PER_TOKEN)
+    per_token = first_set_attribute(config, EXPERTS_PER_TOKEN)
     for name in EXPERTS:
         if per_token and isinstance(getattr(config, name, None), int):
             setattr(config, name, per_token)
@@ -215,8 +219,8 @@ def _cut_layer_settings(settings: dict[str, Any], experts: int | None) -> dict[s
     for name, value in settings.items():
         if name in ("num_attention_heads", "num_key_value_heads"):
             del small[name]
-        elif name in AT_MOST and isinstance(value, int):
-            small[name] = min(value, AT_MOST[name])
+        elif name in SIZE_LIMITS and isinstance(value, int):
+            small[name] = min(value, SIZE_LIMITS[name])
         elif name in EXPERTS and experts and value:
             small[name] = experts
     return small
@@ -228,7 +232,7 @@ def _cut_layers(config: PretrainedConfig) -> list[int]:
     If all layers have the same type, the first two layers are kept.
     """
     layers = config.num_hidden_layers
-    types = first_set(config, LAYER_TYPES) or ["attention"] * layers
+    types = first_set_attribute(config, LAYER_TYPES) or ["attention"] * layers
     first_of_type = {types.index(kind) for kind in types}
     kept = sorted(first_of_type if len(first_of_type) > 1 else range(min(layers, 2)))
     per_layer = {
@@ -269,10 +273,10 @@ def _cut_recurrent_sizes(config: PretrainedConfig) -> None:
     """
     attends = getattr(config, "num_attention_heads", None)
     if not attends:
-        config.hidden_size = min(config.hidden_size, 2 * WIDTH)
+        config.hidden_size = min(config.hidden_size, 2 * PROBE_WIDTH)
     for name in SAME_WIDTH:
         _limit_size(config, name, config.hidden_size)
-    inner = int((first_set(config, EXPANSIONS) or 1) * config.hidden_size)
+    inner = int((first_set_attribute(config, EXPANSIONS) or 1) * config.hidden_size)
     for heads, dim in STATE_HEADS[: -1 if attends else None]:
         if hasattr(config, heads) and hasattr(config, dim):
             head_dim = min(getattr(config, dim) or inner, inner)

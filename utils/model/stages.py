@@ -26,7 +26,7 @@ from utils.host.collectives import on_rank_0
 
 logger = logging.getLogger(__name__)
 
-OPTIMIZER = "optimizer.pt"
+OPTIMIZER_FILE = "optimizer.pt"
 
 
 def find_stage(init_from: str) -> Path:
@@ -107,13 +107,13 @@ def origin_directory(settings: RunSettings, strategy: str, resume_from: str | No
         return None
     directory = weights_directory(settings)
     if model.init_optimizer and resume_from is None:
-        path = directory / OPTIMIZER
+        path = directory / OPTIMIZER_FILE
         # Other strategies split the optimizer over ranks. A finished model has no optimizer.
         if strategy not in ("single", "ddp") or not path.is_file():
             has = "has" if path.is_file() else "has no"
             raise ConfigurationError(
-                f"init_optimizer: {directory} {has} {OPTIMIZER}, and this run is {strategy}. Take "
-                "the optimizer of a checkpoint-N that was written on one GPU or with "
+                f"init_optimizer: {directory} {has} {OPTIMIZER_FILE}, and this run is {strategy}. "
+                "Take the optimizer of a checkpoint-N that was written on one GPU or with "
                 "multi_gpu.yaml, and train in the same way."
             )
         if reason := forbidden(path):

@@ -28,9 +28,9 @@ from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.host.atomic_files import paths_inside
 from utils.host.collectives import on_every_rank, on_rank_0
-from utils.host.foreign import foreign, read_object
+from utils.host.foreign import library_errors, read_object
 from utils.kernels.cpu_products import align_weights
-from utils.model.adapters import freeze_asked, freeze_unused, linear_and_experts
+from utils.model.adapters import freeze_by_settings, freeze_unused, linear_and_experts
 from utils.model.architecture import (
     add_input_hooks,
     causal_lm_class,
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 # bitsandbytes stores a float32 scale for each BLOCK of weights. With nested quantization it stores
 # 8 bits for each of these scales, and a float32 scale for each GROUP of them.
 BLOCK, GROUP = 64, 256
-STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp2")
+QLORA_STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp2")
 COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -114,7 +114,7 @@ def _load(path: str, arguments: Mapping[str, Any]) -> tuple[PreTrainedModel, dic
 
     Raises ConfigurationError if an index of sharded weights names files outside its folder.
     """
-    with foreign(path, f"the weights cannot be read{how_to_rewrite(path)}"):
+    with library_errors(path, f"the weights cannot be read{how_to_rewrite(path)}"):
         for index in Path(path).glob("*.index.json"):
             if index.with_name(index.name.removesuffix(".index.json")).exists():
                 continue  # the index is not used
@@ -240,7 +240,7 @@ def load_model(
         towers = [".".join(name.split(".")[:2]) for name in frozen if gets_gradient(name)]
         listed = ", ".join(dict.fromkeys(towers)) or "indexers of attention, poolers"
         logger.info("frozen: %s, which the loss does not reach", listed)
-    freeze_asked(built, model)
+    freeze_by_settings(built, model)
     return built
 
 
@@ -277,7 +277,7 @@ def check_quantization(settings: RunSettings, config: PreTrainedConfig, strategy
             f"the weights of {model.model_name_or_path} are quantized already ({method}): name the "
             "model that they were made of, in bfloat16, and set load_in_4bit: true"
         )
-    if model.load_in_4bit and strategy not in STRATEGIES:
+    if model.load_in_4bit and strategy not in QLORA_STRATEGIES:
         raise ConfigurationError(
             f"{settings.values.shown('load_in_4bit')} does not go with {strategy}: use "
             "accelerate_configs/multi_gpu.yaml, where each GPU has all weights, or fsdp2.yaml, "

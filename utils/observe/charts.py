@@ -11,7 +11,7 @@ from utils.config.errors import ConfigurationError
 from utils.host.spikes import Spike
 from utils.observe.findings import (
     DEVICE,
-    PHASES,
+    PHASE_NAMES,
     Line,
     Point,
     column,
@@ -23,7 +23,7 @@ from utils.observe.history import History
 
 POINTS = 1600  # per series: two for each of 800 pixels. A comparison of runs has fewer.
 SMOOTH_FROM = 200  # logs; the loss of a shorter run is not smoothed
-NAMED = 3  # slowest ranks with their own series
+SLOWEST_RANKS = 3  # slowest ranks with their own series
 FULLEST = 6  # ranks with the most memory, each with its own series
 DEVICE_MEMORY, HOST_MEMORY = "Device memory", "Host memory"
 Chart = dict[str, Any]
@@ -209,7 +209,7 @@ def charts_of(
     single_rank = len({point["rank"] for point in memory}) == 1
     if not single_rank:
         charts.append(_chart("Memory by rank and phase", "GiB", by_rank, what))
-    charts.append(_waiting_chart(curves, [one["name"] for one in waited[:NAMED]]))
+    charts.append(_waiting_chart(curves, [one["name"] for one in waited[:SLOWEST_RANKS]]))
     for title, unit, note, names in groups:
         lines = [curves.series(name, key) for key, name in names.items() if key in keys]
         if single_rank and title == (DEVICE_MEMORY if DEVICE in keys else HOST_MEMORY):
@@ -227,7 +227,7 @@ def _memory_series(curves: Curves, points: Sequence[Point]) -> list[Chart | None
     by_name: dict[str, list[Line]] = {}
     for point in points:
         train = point["event"] == "train"
-        name = point["rank"] if train else PHASES[point["event"]]
+        name = point["rank"] if train else PHASE_NAMES[point["event"]]
         by_name.setdefault(name, []).append(point)
     ranks = [name for name, own in by_name.items() if own[0]["event"] == "train"]
     highest = {name: max(point["gib"] for point in by_name[name]) for name in ranks}

@@ -23,14 +23,14 @@ HOURS = (
     ("between", "Between starts"),
     ("other", "Everything else"),
 )
-PHASES = {"train": "training", "eval": "evaluation", "save": "saving"}
+PHASE_NAMES = {"train": "training", "eval": "evaluation", "save": "saving"}
 DEVICE, HOST = "memory_peak_gib", "host_rss_gib"
-READ = 4000  # approximate number of memory values (lines x ranks) to read per phase
+MEMORY_VALUES = 4000  # approximate number of memory values (lines x ranks) to read per phase
 Line = Mapping[str, Any]
 Point = dict[str, Any]
 
 
-def number(value: Any) -> float | None:
+def logged_number(value: Any) -> float | None:
     """Return a logged number as a float; None if a user's hook logged another type."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
@@ -43,7 +43,7 @@ def column(lines: Sequence[Line], key: str) -> np.ndarray:
     try:
         return np.array(values, dtype=float)
     except (TypeError, ValueError):  # a user's hook logged another type
-        return np.array([number(value) for value in values], dtype=float)
+        return np.array([logged_number(value) for value in values], dtype=float)
 
 
 def thinned(values: np.ndarray, points: int) -> np.ndarray:
@@ -63,7 +63,7 @@ def thinned(values: np.ndarray, points: int) -> np.ndarray:
     return np.unique(np.concatenate([[0, len(values) - 1], lowest, highest]))
 
 
-def where_the_hours_went(run: History) -> dict[str, float]:
+def seconds_by_use(run: History) -> dict[str, float]:
     """Return {use of the time (key of HOURS): seconds} of a run.
 
     The seconds add up to the time until the last start ended. Work that a later start repeated
@@ -93,7 +93,7 @@ def _seconds_before(start: Start, since: float | None) -> dict[str, float]:
     the submission of its job. The keys are "between", "queue" and "startup". All seconds are
     "between" if provenance.json has no start time of the job.
     """
-    submitted, began = (number(start.job.get(f"{key}_time")) for key in ("submit", "start"))
+    submitted, began = (logged_number(start.job.get(f"{key}_time")) for key in ("submit", "start"))
     since = min(submitted or start.began, start.began) if since is None else since
     if began is None:
         return {"between": max(0.0, start.began - since)}
@@ -130,13 +130,16 @@ def memory_by_rank(run: History) -> list[Point]:
     """
     key = DEVICE if any(DEVICE in line for line in run.trained[-1:]) else HOST
     points: list[Point] = []
-    for event in PHASES if run.trained else ():
+    for event in PHASE_NAMES if run.trained else ():
         lines = [line for line in run.lines if line["event"] == event]
-        count = max(40, READ // len(_read_memory_by_rank(run, run.trained[:1])[0] or "1"))
+        count = max(40, MEMORY_VALUES // len(_read_memory_by_rank(run, run.trained[:1])[0] or "1"))
         lines = [lines[index] for index in thinned(column(lines, key), count).tolist()]
         for line, ranks in zip(lines, _read_memory_by_rank(run, lines), strict=True):
             for one in ranks:
-                gib, left = number(one.get(key)), number(one.get("memory_headroom_gib"))
+                gib, left = (
+                    logged_number(one.get(key)),
+                    logged_number(one.get("memory_headroom_gib")),
+                )
                 name = f"rank {one.get('rank')} ({one.get('host')})"
                 place = {"event": event, "step": line["step"], "hours": line["hours"]}
                 points.append({**place, "rank": name, "key": key, "gib": gib, "left": left})
@@ -156,7 +159,7 @@ def memory_table(points: Sequence[Point]) -> list[Point]:
     if `points` have only one rank and one phase.
     """
     rows = []
-    for event, phase in PHASES.items():
+    for event, phase in PHASE_NAMES.items():
         if own := [point for point in points if point["event"] == event]:
             top = max(own, key=lambda point: float(point["gib"]))
             then = sorted(point["gib"] for point in own if point["step"] == top["step"])

@@ -28,10 +28,10 @@ from utils.checkpoints.files import (
 )
 from utils.checkpoints.record import RunRecord
 from utils.config.errors import ConfigurationError
-from utils.host.journal_file import FILE_NAME, STARTS, printable, read_lines, skipped
+from utils.host.journal_file import FILE_NAME, STARTS, printable, read_lines, skipped_message
 from utils.host.redaction import redact, redacted
 from utils.host.run_lock import WATCH_S, RunOwner, run_owners
-from utils.launch.verdict import causes_in_log, verdict_of
+from utils.launch.verdict import causes_in_log, read_job_verdict
 
 # status.py reads only the beginning (for the first speed) and the end of metrics.jsonl.
 HEAD_BYTES, TAIL_BYTES = 2**16, 2**21
@@ -257,7 +257,7 @@ def _read_journal(
         damaged.append(f"{path.name}: {error.strerror}")
         return [], [], 0
     if count:
-        damaged.append(skipped(count))
+        damaged.append(skipped_message(count))
     return first, lines, count
 
 
@@ -344,7 +344,7 @@ def _add_cause(path: Path, start: Start, read: Callable[[Path], str]) -> Start:
         file = Path(f"{start.job.get('job_name')}-{start.job['job_id']}.log").name
         texts = (read(folder / file) for folder in (path, path.parent, Path.cwd(), _ROOT))
         logged, by_slurm = causes_in_log(next(filter(None, texts), ""), start.job)
-        cause = verdict_of(start.job) or cause or logged
+        cause = read_job_verdict(start.job) or cause or logged
         cause = "; ".join(filter(None, (cause, by_slurm)))
     return replace(start, error=redact(cause) if cause else None, by_slurm=by_slurm)
 

@@ -17,7 +17,7 @@ from utils.observe.endings import End, end_of_start
 from utils.observe.history import History, Start, read_run
 
 # The uses of GPU-hours, each with its phases. A test compares them with callbacks.progress.Phase.
-PHASES: dict[str, tuple[str, ...]] = {
+PHASES_BY_PART: dict[str, tuple[str, ...]] = {
     "training": ("training",),
     "evaluation": ("evaluating",),
     "saves": (SAVING,),
@@ -62,7 +62,7 @@ def hours_of(run: History) -> Hours:
     If the run began from a checkpoint of another run, the other run's starts are not counted. These
     starts come first in provenance.json and have no file in .lock.
     """
-    parts = dict.fromkeys(PHASES, 0.0)
+    parts = dict.fromkeys(PHASES_BY_PART, 0.0)
     before, ranks = None, 1
     own = list(dropwhile(lambda start: start.owner is None, run.starts))
     for start in own or run.starts:
@@ -110,7 +110,10 @@ def _seconds_by_use(run: History, start: Start, before: Start | None) -> dict[st
 
 
 def _sum_by_use(spent: Mapping[str, float]) -> dict[str, float]:
-    return {name: sum(spent.get(phase, 0.0) for phase in phases) for name, phases in PHASES.items()}
+    return {
+        name: sum(spent.get(phase, 0.0) for phase in phases)
+        for name, phases in PHASES_BY_PART.items()
+    }
 
 
 def _time_before_start(start: Start, began: float, before: Start | None) -> tuple[str, float]:

@@ -21,7 +21,7 @@ from utils.checkpoints.record import is_run
 from utils.config.errors import ConfigurationError
 from utils.host.atomic_files import replace_text
 from utils.host.journal_file import FILE_NAME as JOURNAL
-from utils.host.journal_file import counted, duration, printable, sampled_losses
+from utils.host.journal_file import duration, format_count, printable, sampled_losses
 from utils.host.redaction import redact
 from utils.host.spikes import spikes_in
 from utils.launch.ledger import Fault, read_ledger
@@ -42,7 +42,7 @@ from utils.observe.run_state import (
 
 FILE_NAME, FOLDER_PAGE = REPORT, "runs.html"
 CURVE_POINTS = 60  # of the small loss curve of a run
-SHOWN = {"spikes": 30, "evaluations": 20, "documents": 200, "characters": 4000, "faults": 50}
+PAGE_LIMITS = {"spikes": 30, "evaluations": 20, "documents": 200, "characters": 4000, "faults": 50}
 _HERE = Path(__file__).parent
 # Control characters, halves of surrogate pairs and noncharacters. Names and texts may contain them.
 _NOT_IN_HTML = re.compile(
@@ -145,7 +145,7 @@ def write_folder_page(all_in: str | None, output: Path | None, refresh_s: float 
         )
     faults: list[Fault] = []
     with contextlib.suppress(OSError):  # status.py --nodes shows the error
-        faults = read_ledger()[0][-SHOWN["faults"] :]
+        faults = read_ledger()[0][-PAGE_LIMITS["faults"] :]
     job_states = [
         "failed" if job.log else "waiting" if job.state == "PENDING" else "starting" for job in jobs
     ]
@@ -206,7 +206,7 @@ def _render(facts: dict[str, Any], data: dict[str, Any]) -> str:
         loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {
-        "figure": figure, "count": counted, "clock": clock, "duration": duration,
+        "figure": figure, "count": format_count, "clock": clock, "duration": duration,
         "size": readable, "shortened": _shorten, "unix_s": unix_s, "exp": _perplexity,
         "printable": lambda text: printable(str(text)), "amount": amount,
         "command": lambda words: shlex.join(map(str, words)),
@@ -222,11 +222,11 @@ def _render(facts: dict[str, Any], data: dict[str, Any]) -> str:
 def _facts_of_one(run: History) -> dict[str, Any]:
     """Return {name: value} of the template variables for the report on one run."""
     memory = findings.memory_by_rank(run)
-    seconds = findings.where_the_hours_went(run)
+    seconds = findings.seconds_by_use(run)
     samples = [line for line in run.lines if line["event"] == "samples"]
     given = (start.entry["given"] for start in run.starts if start.entry.get("given"))
     return {
-        "title": run.name, "now": time.time(), "run": run, "shown": SHOWN,
+        "title": run.name, "now": time.time(), "run": run, "shown": PAGE_LIMITS,
         "given": next(given, {}), "headline": _headline(run),
         "end": end_of_run(run), "ending": run_in_words(run),
         "figures": findings.figures(run), "starts": _start_rows(run),
@@ -245,9 +245,10 @@ def _headline(run: History) -> dict[str, str]:
     model = str(settings.get("model_name_or_path") or settings.get("model_config") or "")
     if model and settings.get("use_peft"):
         model += f", LoRA of rank {settings.get('lora_r')}"
-    rate = findings.number(settings.get("learning_rate"))
+    rate = findings.logged_number(settings.get("learning_rate"))
     sequences, length = (
-        findings.number(settings.get(key)) for key in ("global_batch_size", "sequence_length")
+        findings.logged_number(settings.get(key))
+        for key in ("global_batch_size", "sequence_length")
     )
     batch = ""
     if sequences and length:
@@ -273,7 +274,7 @@ def _perplexity(loss: float) -> float:
 
 def _shorten(text: Any) -> str:
     """Return the first characters of a sample's text, with known secrets masked."""
-    shown, most = redact(str(text)), SHOWN["characters"]
+    shown, most = redact(str(text)), PAGE_LIMITS["characters"]
     return shown[:most] + "..." * (len(shown) > most)
 
 

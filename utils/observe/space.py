@@ -25,7 +25,11 @@ from utils.host.journal_file import FILE_NAME as JOURNAL
 from utils.host.journal_file import printable
 from utils.observe.run_state import queued_jobs, read_status
 
-KINDS = {JOURNAL: "run", PROVENANCE: "run", "stoker.json": "dataset"}  # {file: kind of its folder}
+KIND_BY_FILE = {
+    JOURNAL: "run",
+    PROVENANCE: "run",
+    "stoker.json": "dataset",
+}  # {file: kind of its folder}
 DAY_S = 24 * 3600
 WARN_DAYS = 7
 QUOTA_S = 5.0
@@ -63,7 +67,7 @@ def show_space(folder: Path) -> str:
     jobs, seen = queued_jobs(), set[tuple[int, int]]()
     unread: list[OSError] = []
     for path, kind in find_spaces(folder, unread).items():
-        space = measure(path, purged_by, seen)
+        space = measure_folder(path, purged_by, seen)
         line = f"{readable(space.parts.total()):>12} {space.inodes:>9,}  {path}: {kind}"
         if kind == "run":
             state = read_status(path, jobs).state
@@ -89,7 +93,7 @@ def show_space(folder: Path) -> str:
         lines.append(line)
         unread += space.unread[:1]
     warnings += [f"WARNING  not counted: {error}" for error in unread]
-    free = f"free: {readable(discovery.free_bytes(folder))}, without regard to a quota"
+    free = f"free: {readable(discovery.free_disk_bytes(folder))}, without regard to a quota"
     return "\n".join(map(printable, [*lines, *warnings, *unneeded, free, *_quota(folder)]))
 
 
@@ -107,7 +111,7 @@ def find_spaces(folder: Path, unread: list[OSError]) -> dict[Path, str]:
     for root in (folder, *links):
         for top, folders, names in os.walk(root, onerror=unread.append):
             folders[:] = [name for name in folders if Path(top, name).absolute() != shipped]
-            if kind := next((KINDS[name] for name in names if name in KINDS), None):
+            if kind := next((KIND_BY_FILE[name] for name in names if name in KIND_BY_FILE), None):
                 folders.clear()
                 real = Path(top).resolve()
                 if real not in seen:
@@ -124,7 +128,7 @@ def _is_below_home(path: Path) -> bool:
     return home != Path("/") and path.resolve().is_relative_to(home)
 
 
-def measure(folder: Path, purged_by: str, seen: set[tuple[int, int]]) -> Space:
+def measure_folder(folder: Path, purged_by: str, seen: set[tuple[int, int]]) -> Space:
     """Return the disk space of the files in a folder that are not in `seen`. Add them to `seen`.
 
     purged_by: "atime" or "mtime", the time that decides which file is the oldest. seen: (device,
@@ -192,7 +196,7 @@ def keep_run(run: Path, say: Callable[[str], None]) -> None:
     size = sum(path.stat().st_size for path in paths_inside(run, names, run).values())
     work.mkdir(parents=True, exist_ok=True)
     remove_abandoned(work, "copy-")
-    free = discovery.free_bytes(archive)
+    free = discovery.free_disk_bytes(archive)
     say(f"{run}: {readable(size)} in {len(names)} files; {archive} has {readable(free)} free")
     if size + discovery.RESERVE_BYTES > free:
         raise StorageError(f"{archive} has too little room for {run}: nothing was copied")

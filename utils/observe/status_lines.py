@@ -17,7 +17,7 @@ from rich.text import Text
 
 from utils.checkpoints.files import readable
 from utils.config.errors import ConfigurationError
-from utils.host.journal_file import counted, duration, printable, strict_json
+from utils.host.journal_file import duration, format_count, printable, strict_json
 from utils.host.redaction import load_env_file, redact
 from utils.host.spikes import next_commands, spikes_in
 from utils.launch.ledger import bad_nodes, ledger_path, read_ledger
@@ -35,7 +35,7 @@ from utils.observe.run_state import (
 )
 
 COLOURS = dict(zip(STATES, ("green", "green", "yellow", "red", "cyan", "blue"), strict=True))
-WIDTH = 160  # columns of output into a file or a pipe
+LINE_WIDTH = 160  # columns of output into a file or a pipe
 CUT_OFF = "incomplete record"  # wandb's message contains this if the end of a file is missing
 
 
@@ -113,7 +113,7 @@ def display(look: Callable[[], str | RenderableType], watch_s: float | None) -> 
     printed only once.
     """
     first = look()
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else LINE_WIDTH, highlight=False)
     if watch_s is None or isinstance(first, str):
         sys.stdout.write(f"{first}\n") if isinstance(first, str) else console.print(
             first, soft_wrap=isinstance(first, Group)
@@ -175,7 +175,7 @@ def _progress(run: RunStatus) -> str:
     if run.step is None:
         return "not one step is logged yet"
     share = f" of {run.max_steps:,} ({run.step / run.max_steps:.1%})" if run.max_steps else ""
-    tokens = f", {counted(run.tokens)} tokens" if run.tokens else ""
+    tokens = f", {format_count(run.tokens)} tokens" if run.tokens else ""
     ago = f", logged {duration(run.logged_ago_s)} ago" if run.logged_ago_s is not None else ""
     return f"step {run.step:,}{share}{tokens}{ago}"
 
@@ -249,7 +249,7 @@ def sync_wandb(directories: Sequence[str], all_in: str | None) -> int:
         records += len(found)
         files = sorted(file for file in found if not _upload_marker(file).exists())  # newest last
         if files and read_status(run, {}).state == "running":
-            say(f"{run} is running; to follow it: wandb beta sync --live {files.pop()}")
+            print_line(f"{run} is running; to follow it: wandb beta sync --live {files.pop()}")
         for file in files:
             if _upload(file):
                 uploaded += 1
@@ -261,7 +261,7 @@ def sync_wandb(directories: Sequence[str], all_in: str | None) -> int:
             "the environment or .env, or `wandb login`, and a server in reach."
         )
     none = "no offline records in RUN/wandb; the setting report_to: wandb makes them"
-    say(f"wandb: {f'{uploaded} uploaded, nothing left' if records else none}")
+    print_line(f"wandb: {f'{uploaded} uploaded, nothing left' if records else none}")
     return 0
 
 
@@ -277,15 +277,15 @@ def _upload(file: Path) -> bool:
         words, env=online, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         for line in process.stdout or ():
-            say(line.rstrip())
+            print_line(line.rstrip())
             cut_off = cut_off or CUT_OFF in line
     if cut_off:
-        say("wandb: this start was killed while it recorded; what is complete is uploaded")
+        print_line("wandb: this start was killed while it recorded; what is complete is uploaded")
         _upload_marker(file).touch()
     return _upload_marker(file).exists()
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line at once, with secrets masked."""
     sys.stdout.write(f"{redact(text)}\n")
     sys.stdout.flush()

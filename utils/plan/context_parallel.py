@@ -19,7 +19,7 @@ BY_LENGTH = {"dynamic", "longrope"}
 KEY_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
 
 
-def check_context_parallel(
+def check_context_parallel_model(
     settings: RunSettings,
     config: PreTrainedConfig,
     attention: AttentionChoice,
@@ -37,7 +37,9 @@ def check_context_parallel(
     setting, problems = settings.values.shown("context_parallel"), list[str]()
     if length % size:
         problems.append(f"{size} does not divide sequence_length {length}: use a multiple of it")
-    problems += head_faults(config, size) or hindrances(config, attention, device or CPU)
+    problems += indivisible_heads(config, size) or context_parallel_problems(
+        config, attention, device or CPU
+    )
     if problems:
         raise ConfigurationError([f"{setting}: {problem}." for problem in problems])
     # Consecutive ranks form a group. Without a launcher all ranks are on this node.
@@ -48,7 +50,7 @@ def check_context_parallel(
         )
 
 
-def hindrances(
+def context_parallel_problems(
     config: PreTrainedConfig, attention: AttentionChoice, device: torch.device = CPU
 ) -> Iterator[str]:
     """Yield an error text with advice for each reason why ranks cannot share sequences."""
@@ -92,7 +94,7 @@ def hindrances(
         yield f"{plain.reason}, which ranks that see slices cannot compute: {WITHOUT}"
 
 
-def head_faults(config: PreTrainedConfig, size: int) -> list[str]:
+def indivisible_heads(config: PreTrainedConfig, size: int) -> list[str]:
     """Return an error text for each number of heads that does not divide over `size` ranks."""
     faults: dict[str, None] = {}
     for layer in config.get_text_config(decoder=True).per_layer_config:

@@ -19,22 +19,27 @@ from utils.config.arguments import accumulation_steps
 from utils.config.errors import ConfigurationError, Report
 from utils.config.strategy import AssumedGpus, assumed_gpus
 from utils.model.adapters import with_adapters
-from utils.model.architecture import MISFITS, first_line, has_experts, without_weights
+from utils.model.architecture import (
+    MODEL_CODE_ERRORS,
+    first_error_line,
+    has_experts,
+    without_weights,
+)
 from utils.model.flops import TokenProducts, token_products
 from utils.plan.memory_estimate import GIB, estimate_memory
 from utils.plan.memory_plan import (
     CONTEXT,
-    MARGIN,
+    GPU_MEMORY_VARIABLE,
+    MEMORY_MARGIN,
     MICRO_BATCH,
     REPLICAS,
     RESERVED,
-    VARIABLE,
     accompanying_settings,
-    changed,
     context_sizes,
     planned_device,
     possible_checkpointing,
     remedies,
+    with_changes,
 )
 from utils.plan.memory_trace import Setup
 
@@ -175,7 +180,7 @@ class Planner:
         if strategy == HSDP:
             copies = self.setup.launch.replicas
             changes |= {"strategy": "fsdp2", REPLICAS: copies if copies > 1 else self.gpus.nodes}
-        setup = changed(self.setup, changes)
+        setup = with_changes(self.setup, changes)
         speeds, memory = self.speeds(setup, recomputed), estimate_memory(setup, recomputed)
         predicted = (memory.total, speeds, memory.counted)
         return Candidate(strategy, micro_batch, recomputed, *predicted, size)
@@ -183,7 +188,7 @@ class Planner:
     @property
     def room(self) -> int:
         """The largest prediction in bytes that fits a GPU, as for activation_checkpointing auto."""
-        return int(self.gpus.memory_gib * GIB * (1 - RESERVED["cuda"]) / MARGIN["cuda"])
+        return int(self.gpus.memory_gib * GIB * (1 - RESERVED["cuda"]) / MEMORY_MARGIN["cuda"])
 
     def candidates(self) -> list[Candidate]:
         """Return the settings that fit a GPU, with the smallest possible context_parallel.
@@ -206,7 +211,7 @@ class Planner:
         hybrid = (HSDP,) if self.gpus.nodes > 1 and self.gpus.per_node > 1 else ()
         strategies = ("ddp", *zero, *hybrid, "fsdp2")
         for strategy in strategies if launch.world_size > 1 else ("single",):
-            for choice in possible_checkpointing(changed(self.setup, {"strategy": strategy})):
+            for choice in possible_checkpointing(with_changes(self.setup, {"strategy": strategy})):
                 for micro_batch in MICRO_BATCHES:
                     if batch % (micro_batch * launch.world_size // size):
                         break
@@ -278,8 +283,8 @@ def make_planner(setup: Setup, document_tokens: float) -> Planner:
     _, size = planned_device(assume, os.environ)
     if size is None:
         raise ConfigurationError(
-            f"--suggest has to know the GPUs: add --assume 8xH100-80GB, or set {VARIABLE} "
-            "(slurm/cluster.env)"
+            f"--suggest has to know the GPUs: add --assume 8xH100-80GB, or set "
+            f"{GPU_MEMORY_VARIABLE} (slurm/cluster.env)"
         )
     unnamed = AssumedGpus(f"GPUs of {size / GIB:.0f} GiB", 1, setup.launch.world_size, size / GIB)
     gpus = assumed_gpus(assume) if assume else unnamed
@@ -289,10 +294,10 @@ def make_planner(setup: Setup, document_tokens: float) -> Planner:
         experts = has_experts(plain)
         with torch.device("meta"):
             products = token_products(with_adapters(plain, setup.settings.model))
-    except MISFITS as error:
+    except MODEL_CODE_ERRORS as error:
         raise ConfigurationError(
             f"--assume and --suggest: the FLOPs of {config.model_type} cannot be counted "
-            f"({first_line(error)}): leave them out."
+            f"({first_error_line(error)}): leave them out."
         ) from error
     return Planner(replace(setup, elsewhere=True), gpus, document_tokens, products, experts)
 

@@ -15,9 +15,9 @@ from utils.host.machine import host_name, memory_room_bytes
 from utils.launch.processes import LaunchFacts
 from utils.model.adapters import plan_adapters
 from utils.model.architecture import causal_lm_class
-from utils.model.finished_model import name_of
+from utils.model.finished_model import dtype_name
 from utils.model.layers import CHOICES
-from utils.plan.context_parallel import head_faults, hindrances
+from utils.plan.context_parallel import context_parallel_problems, indivisible_heads
 from utils.plan.memory_estimate import (
     GIB,
     SHARDED_BY,
@@ -27,13 +27,13 @@ from utils.plan.memory_estimate import (
 )
 from utils.plan.memory_trace import Setup
 
-VARIABLE = "STOKER_GPU_MEMORY_GIB"
+GPU_MEMORY_VARIABLE = "STOKER_GPU_MEMORY_GIB"
 # Shares of a device's memory that a run cannot use. On a GPU: the CUDA context, NCCL's buffers,
 # kernels' workspaces, unused gaps between tensors. On a host: other processes.
 RESERVED = {"cuda": 0.06, "cpu": 0.05}
 # A run may need the predicted memory times this factor. A process on a CPU also holds kernels,
 # their threads and gaps between tensors: small models need up to 1.8 times (docs/memory.md).
-MARGIN = {"cuda": 1.10, "cpu": 2.0}
+MEMORY_MARGIN = {"cuda": 1.10, "cpu": 2.0}
 # A change that may make a run fit is {setting: value}. The key GPUS sets the number of GPUs.
 # The key REPLICAS sets the number of copies of sharded states. A change of strategy resets it to 1.
 GPUS, REPLICAS = "GPUs", "copies"
@@ -41,8 +41,8 @@ MICRO_BATCH, CHECKPOINTING = "per_device_train_batch_size", "activation_checkpoi
 CONTEXT = "context_parallel"
 MOST_REMEDIES = 3
 LEAST_LENGTH = 256  # tokens
-LORA = {"use_peft": True, "dtype": "bfloat16"}
-QLORA = LORA | {"load_in_4bit": True, "use_bnb_nested_quant": True}
+LORA_CHANGES = {"use_peft": True, "dtype": "bfloat16"}
+QLORA = LORA_CHANGES | {"load_in_4bit": True, "use_bnb_nested_quant": True}
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
     if (quantized := setup.quantized) is not None:
         report.say(
             f"load_in_4bit: {quantized.weights:,} of {setup.parameters[0]:,} parameters are kept "
-            f"in {settings.model.bnb_4bit_quant_type}, the rest in {name_of(setup.computed_dtype)}"
+            f"in {settings.model.bnb_4bit_quant_type}, the rest in "
+            f"{dtype_name(setup.computed_dtype)}"
         )
     choices = possible if requested == "auto" else [requested]
     predicted = {choice: estimate_memory(setup, choice) for choice in choices}
@@ -90,8 +91,8 @@ def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
     room, size = (
         min(filter(None, each), default=None) for each in zip(*gathered(own), strict=True)
     )
-    margin = MARGIN.get("cuda" if setup.elsewhere else launch.device, 1.1)
-    choice, reason = choose(requested, predicted, room, margin)
+    margin = MEMORY_MARGIN.get("cuda" if setup.elsewhere else launch.device, 1.1)
+    choice, reason = choose_checkpointing(requested, predicted, room, margin)
     needed, weights = predicted[choice].total, predicted[choice].weights
     all_parameters, trained = setup.parameters
     share = "all" if trained == all_parameters else f"{trained:,}"
@@ -116,9 +117,9 @@ def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
     if launch.device == "cuda" and not setup.elsewhere:  # takes seconds; used if memory runs out
         totals = {name: totals.get(name) or estimate_memory(setup, name).total for name in possible}
         sequence = estimate_memory(setup, choice, setup.micro_batch + 1).total - needed
-        sharded = estimate_memory(changed(setup, {"strategy": "fsdp2"}), choice).total
+        sharded = estimate_memory(with_changes(setup, {"strategy": "fsdp2"}), choice).total
         for ranks in context_sizes(setup)[:1] if setup.micro_batch == 1 else ():
-            shared[ranks] = estimate_memory(changed(setup, {CONTEXT: ranks}), choice).total
+            shared[ranks] = estimate_memory(with_changes(setup, {CONTEXT: ranks}), choice).total
     return MemoryPlan(choice, requested, reason, totals, room, sequence, sharded, shared)
 
 
@@ -148,7 +149,7 @@ def possible_checkpointing(setup: Setup) -> list[str]:
     return [choice for choice in CHOICES if (strategy, choice) != ("zero3", "selective")]
 
 
-def choose(
+def choose_checkpointing(
     requested: str, predicted: Mapping[str, MemoryEstimate], room: int | None, margin: float
 ) -> tuple[str, str]:
     """Return the mode of activation checkpointing, and the reason as text.
@@ -193,7 +194,7 @@ def planned_device(
 
     Returns (None, None) if neither names a GPU.
     """
-    given = environment.get(VARIABLE, "").strip()
+    given = environment.get(GPU_MEMORY_VARIABLE, "").strip()
     if assume:
         given = str(assumed_gpus(assume).memory_gib)
     if not given:
@@ -204,8 +205,8 @@ def planned_device(
         size = 0.0
     if not 0 < size < 10_000:
         raise ConfigurationError(
-            f"{VARIABLE}={given}: give the GiB of one GPU of the nodes as a number, 79 for an "
-            "H100 of 80 GB (nvidia-smi says how many MiB it has)"
+            f"{GPU_MEMORY_VARIABLE}={given}: give the GiB of one GPU of the nodes as a number, 79 "
+            "for an H100 of 80 GB (nvidia-smi says how many MiB it has)"
         )
     return int(size * GIB * (1 - RESERVED["cuda"])), int(size * GIB)
 
@@ -273,7 +274,7 @@ def _possible_changes(setup: Setup, choice: str) -> Iterator[dict[str, Any]]:
         if settings.divisible_batch % groups == 0:
             yield {GPUS: ranks, "strategy": "fsdp2"} | least
     if settings.script == "sft_train.py" and not settings.model.load_in_4bit:
-        yield LORA | least
+        yield LORA_CHANGES | least
         yield QLORA | least
     while (length := length // 2) >= LEAST_LENGTH:
         yield {"sequence_length": length} | least
@@ -283,7 +284,7 @@ def context_sizes(setup: Setup) -> list[int]:
     """Return the possible values of context_parallel that are larger than the run's value."""
     run, ranks = setup.settings.run, setup.launch.world_size
     if setup.launch.strategy not in ("ddp", "fsdp2") or any(
-        hindrances(setup.config, setup.attention)
+        context_parallel_problems(setup.config, setup.attention)
     ):
         return []
     return [
@@ -292,13 +293,13 @@ def context_sizes(setup: Setup) -> list[int]:
         if ranks % size == 0
         and setup.settings.divisible_batch % (ranks // size) == 0
         and setup.settings.data.sequence_length % size == 0
-        and not head_faults(setup.config, size)
+        and not indivisible_heads(setup.config, size)
     ]
 
 
 def _fits(setup: Setup, changes: Mapping[str, Any], choice: str, room: int) -> bool:
     try:
-        other = changed(setup, changes)
+        other = with_changes(setup, changes)
     except ConfigurationError:  # PEFT does not adapt every model
         return False
     if other.launch.strategy == "fsdp2" and other.launch.device == "cpu" and not other.elsewhere:
@@ -306,7 +307,7 @@ def _fits(setup: Setup, changes: Mapping[str, Any], choice: str, room: int) -> b
     return estimate_memory(other, changes.get(CHECKPOINTING, choice)).total <= room
 
 
-def changed(setup: Setup, changes: Mapping[str, Any]) -> Setup:
+def with_changes(setup: Setup, changes: Mapping[str, Any]) -> Setup:
     """Return the setup with changed settings, strategy or number of GPUs.
 
     Raises ConfigurationError if `changes` turn LoRA on and PEFT does not support the model.

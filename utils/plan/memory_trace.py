@@ -24,12 +24,12 @@ from transformers.integrations import moe
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from utils.config.settings import RunSettings
-from utils.kernels.linear_cross_entropy import SIZES, ChunkedHead
+from utils.kernels.linear_cross_entropy import TILE_SIZES, ChunkedHead
 from utils.kernels.ulysses import ContextGroup, cut_inputs
 from utils.kernels.varlen import VarlenKernel, packed_varlen
 from utils.launch.processes import LaunchFacts
 from utils.model.adapters import with_adapters
-from utils.model.architecture import MISFITS, causal_lm_class
+from utils.model.architecture import MODEL_CODE_ERRORS, causal_lm_class
 from utils.model.attention import AttentionChoice, shape_inputs
 from utils.model.layers import keep_products, marked_layers
 from utils.model.loss_head import LossHeadChoice
@@ -135,7 +135,7 @@ def trace(setup: Setup, choice: str, micro_batch: int) -> tuple[list[StepPart], 
     if setup.compiles and choice == "none":
         try:
             return *_count_parts(setup, choice, micro_batch, as_compiled=True), ""
-        except MISFITS as error:
+        except MODEL_CODE_ERRORS as error:
             fault = (
                 f"memory: layers of {type(setup.config).__name__} are counted as not compiled, "
                 f"which is more: {type(error).__name__}: {error!s:.200}"
@@ -157,7 +157,7 @@ def _count_parts(
     plain_experts = mock.patch.object(moe, "_can_use_grouped_mm", _zero)
     head = mock.patch.object(ChunkedHead, "chunk", _zero)  # count only the buffers of the loss head
     # A CPU build of torch has no fake GPU tensors: use fake CPU tensors with the GPU's sizes.
-    gpu_sizes = mock.patch.dict(SIZES, {"cpu": SIZES["cuda"]} if setup.elsewhere else {})
+    gpu_sizes = mock.patch.dict(TILE_SIZES, {"cpu": TILE_SIZES["cuda"]} if setup.elsewhere else {})
     with FakeTensorMode(), torch.device(device), head, plain_experts, gpu_sizes, torch_operators():
         _replace_meta_tensors(model)
         if as_compiled:

@@ -25,19 +25,19 @@ from utils.config.strategy import AssumedGpus
 from utils.data.order import GlobalBatchSampler
 from utils.launch.processes import LaunchFacts
 from utils.model.adapters import with_adapters
-from utils.model.architecture import MISFITS, causal_lm_class, first_line
+from utils.model.architecture import MODEL_CODE_ERRORS, causal_lm_class, first_error_line
 from utils.model.layers import marked_layers
 from utils.plan.memory_estimate import GIB
 from utils.plan.memory_trace import Setup, layer_kinds
 
-STRATEGIES = ("ddp", "fsdp2")
+LAYOUT_STRATEGIES = ("ddp", "fsdp2")
 # The dry run warns if a rank holds more than this many times an even share of the weights.
 UNEVEN = 1.02
 SHARD, REPLICATE = "dp_shard", "dp_replicate"  # accelerate's names of the mesh's dimensions
 
 
 @dataclass(frozen=True)
-class Outline:
+class ReducedModel:
     """A model on the meta device that has only the first of several equal layers.
 
     layers: {name of a layer in `model`: number of equal layers in the full model}.
@@ -67,16 +67,16 @@ def report_ranks(
     the mesh or the shards.
     """
     launch, ranks = setup.launch, setup.launch.world_size
-    if gpus.nodes == 1 or launch.strategy not in STRATEGIES or setup.quantized is not None:
+    if gpus.nodes == 1 or launch.strategy not in LAYOUT_STRATEGIES or setup.quantized is not None:
         return
     try:
-        model = outline(setup)
+        model = reduced_model(setup)
         chosen = (0, ranks // 2, ranks - 1)
-        layouts = [lay_out(setup, model, sampler, rank) for rank in chosen]
-    except MISFITS as error:
+        layouts = [describe_rank(setup, model, sampler, rank) for rank in chosen]
+    except MODEL_CODE_ERRORS as error:
         raise ConfigurationError(
             f"strategy {launch.name} on {ranks:,} ranks: torch cannot lay out "
-            f"{type(setup.config).__name__} ({first_line(error)}): give another dp_shard or "
+            f"{type(setup.config).__name__} ({first_error_line(error)}): give another dp_shard or "
             "strategy."
         ) from error
     for _, line in layouts:
@@ -99,8 +99,8 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return f"{ranks[0]:,} to {ranks[-1]:,}{f' by {step:,}' if step > 1 else ''}"
 
 
-def lay_out(
-    setup: Setup, model: Outline, sampler: GlobalBatchSampler, rank: int
+def describe_rank(
+    setup: Setup, model: ReducedModel, sampler: GlobalBatchSampler, rank: int
 ) -> tuple[int, str]:
     """Return the bytes of a rank's weights, and a log line on its groups and first sequences.
 
@@ -164,7 +164,7 @@ def group_of(mesh: DeviceMesh, dimension: str) -> tuple[int, ...]:
     return tuple(mesh[dimension].mesh.tolist())
 
 
-def outline(setup: Setup) -> Outline:
+def reduced_model(setup: Setup) -> ReducedModel:
     """Return the run's model with one layer of each kind. Sharding all layers takes a minute."""
     with torch.device("meta"):
         model_class: Any = causal_lm_class(setup.config)
@@ -176,7 +176,7 @@ def outline(setup: Setup) -> Outline:
     for name in set(names) - set(counts):
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, nn.Identity())
-    return Outline(model, counts)
+    return ReducedModel(model, counts)
 
 
 def own_bytes(module: nn.Module) -> int:

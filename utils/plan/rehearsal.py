@@ -27,10 +27,10 @@ from utils.config.arguments import MUON, with_values
 from utils.config.declarations import SettingValues, is_installed
 from utils.config.errors import ConfigurationError, Report
 from utils.config.settings import RunSettings
-from utils.model.architecture import first_line, without_weights
+from utils.model.architecture import first_error_line, without_weights
 from utils.model.weights import weights_dtype
 
-OPTIMIZER = "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon"
+OPTIMIZER_SETTINGS = "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon"
 SCHEDULE = "lr_scheduler_type lr_scheduler_kwargs warmup_steps learning_rate"
 OPTIMIZER_SPECIFIC = ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_target_modules")
 NO_REENTRY = {"use_reentrant": False}  # transformers' default; torch warns if it is not given
@@ -75,7 +75,7 @@ def rehearse(
     own_optimizer |= args.optim == MUON
     stand_in = (torch.optim.SGD, {"lr": args.learning_rate}) if own_optimizer else None
     trainer = _Rehearsal(args, model, stand_in)
-    with _collect_error(values, OPTIMIZER, problems):
+    with _collect_error(values, OPTIMIZER_SETTINGS, problems):
         pairs = optimizer_pairs(args.optim_args)
         built = trainer.create_optimizer()
         if args.optim == MUON:
@@ -120,7 +120,7 @@ def _collect_error(values: SettingValues, names: str, problems: list[str]) -> It
         first, *others = names.split()
         missing = isinstance(error, ImportError)  # only the first setting needs the package
         shown = [first, *(name for name in others if values.changed(name) and not missing)]
-        text = first_line(error)
+        text = first_error_line(error)
         if not isinstance(error, ValueError | ImportError | RuntimeError):
             text = f"{type(error).__name__}: {text}"
         problems.append(f"{', '.join(map(values.shown, shown))}: {text}")

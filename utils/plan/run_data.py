@@ -52,7 +52,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Settings that are derived from data and model if they are null. A resumed run keeps their values.
-SIZES = ["sequence_length", "on_overlong", "global_batch_size", "per_device_train_batch_size"]
+SIZE_SETTINGS = [
+    "sequence_length",
+    "on_overlong",
+    "global_batch_size",
+    "per_device_train_batch_size",
+]
 # Limits of derived sizes. The recipes for chats have 64 sequences of 4,096 tokens a step.
 LEAST_LENGTH, MOST_LENGTH, MOST_TOKENS_AT_ONCE = 1024, 4096, 8192
 MOST_SEQUENCES, EPOCH_STEPS = 64, 200
@@ -135,7 +140,7 @@ def _resumed_sizes(settings: RunSettings) -> dict[str, tuple[Any, str]]:
     before = settings_in_force(record.directory, record.starts) if record.starts else {}
     why = f"as the run in {record.directory} began"
     accepted = settings.run.accept_changes
-    ours = [name for name in _unset_settings(settings, SIZES) if name not in accepted]
+    ours = [name for name in _unset_settings(settings, SIZE_SETTINGS) if name not in accepted]
     if "global_batch_size" in ours and "batch_warmup" not in accepted:
         ours.append("batch_warmup")
     return {
@@ -173,7 +178,7 @@ def _derived_sizes(
         most = length if fine_tuning else np.iinfo(np.int64).max
         tokens = sum(int(np.minimum(lengths, most).sum()) for lengths in train)
         rows = sum(map(len, train)) if data.packing == "none" else tokens // length
-        size = batch_for(rows, ranks)
+        size = default_batch_size(rows, ranks)
         why = (
             f"about {rows:,} sequences, {counted_ranks(ranks)}, so {math.ceil(rows / size)} steps "
             "an epoch; --global_batch_size changes it"
@@ -188,7 +193,7 @@ def _derived_sizes(
     return found
 
 
-def batch_for(rows: int, ranks: int) -> int:
+def default_batch_size(rows: int, ranks: int) -> int:
     """Return a global batch size for data of `rows` sequences.
 
     The size is the largest power of two with which an epoch has at least 200 steps (EPOCH_STEPS).
@@ -199,9 +204,9 @@ def batch_for(rows: int, ranks: int) -> int:
     return math.ceil(size / ranks) * ranks
 
 
-def more_steps(rows: int, global_batch_size: int, ranks: int) -> str:
+def flags_for_more_steps(rows: int, global_batch_size: int, ranks: int) -> str:
     """Return flags with which a run on `rows` sequences has at least 50 steps (FEW_STEPS)."""
-    size = min(batch_for(rows, ranks), global_batch_size)
+    size = min(default_batch_size(rows, ranks), global_batch_size)
     flags = f"--num_train_epochs {math.ceil(FEW_STEPS * size / rows)}"
     return flags if size == global_batch_size else f"--global_batch_size {size} {flags}"
 
@@ -350,7 +355,7 @@ def plan_steps(
     sizes = settings.batch_sizes
     by_step = {step: accumulation_steps(size, micro_batch, ranks) for step, size in sizes.items()}
     if (rows := len(data.train)) < run.global_batch_size:
-        size = batch_for(rows, ranks)
+        size = default_batch_size(rows, ranks)
         advice = (
             f"give --global_batch_size {size}, for {math.ceil(rows / size)} steps an epoch "
             f"(at most {rows:,})"
@@ -390,7 +395,7 @@ def plan_steps(
     if len(data.train.plans) > 1:
         report.say(mixture_line(data.train, sampler))
     if total_steps < FEW_STEPS and training.max_steps < 1 and run.max_tokens is None:
-        more = more_steps(rows, run.global_batch_size, ranks)
+        more = flags_for_more_steps(rows, run.global_batch_size, ranks)
         report.warn(f"run: {total_steps} steps may be too few to learn from: give {more}")
     if run.profile_steps and (last := profiled_steps(run.profile_steps)[1] - 1) > total_steps:
         raise ConfigurationError(f"profile_steps {run.profile_steps}: the run has no step {last:,}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedConfig, TrainingArguments
 
-from utils.checkpoints.discovery import most_at_once
+from utils.checkpoints.discovery import max_checkpoints
 from utils.checkpoints.files import readable
 from utils.config.arguments import MUON, FineTuneConfig, with_values
 from utils.config.errors import ConfigurationError, Report
@@ -17,27 +17,27 @@ from utils.config.own_code import callback_class
 from utils.config.precision import BY_LAUNCH, FAST_CPU
 from utils.config.settings import RunSettings
 from utils.data.order import GlobalBatchSampler
-from utils.host.foreign import naming
+from utils.host.foreign import prefix_errors
 from utils.host.redaction import redact
 from utils.kernels.varlen import NAME
 from utils.launch.processes import LaunchFacts
 from utils.model.adapters import AdapterPlan, frozen_lines, plan_adapters
-from utils.model.architecture import first_line, has_experts, without_weights
+from utils.model.architecture import first_error_line, has_experts, without_weights
 from utils.model.attention import (
-    OPEN,
     RUN_ANYWHERE,
+    UNDECIDED_KERNEL,
     AttentionChoice,
     check_row_positions,
     choose_isolated_attention,
     is_recurrent,
 )
-from utils.model.finished_model import name_of, saved_dtype
+from utils.model.finished_model import dtype_name, saved_dtype
 from utils.model.flops import effective_length
 from utils.model.layers import Float8Plan, choose_compilation, pads_to_longest, plan_float8
 from utils.model.loss_head import LossHeadChoice, check_own_loss, choose_loss_head, router_term
 from utils.model.probe import CPU, ProbeError
 from utils.model.weights import COMPUTED, Quantized, check_quantization, weights_dtype
-from utils.plan.context_parallel import check_context_parallel
+from utils.plan.context_parallel import check_context_parallel_model
 from utils.plan.forecast import forecast_line, make_planner, suggest
 from utils.plan.memory_estimate import checkpoint_bytes, count_parameters
 from utils.plan.memory_plan import MemoryPlan, plan_memory
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 DATA_WORKERS = 2  # batches are views of mapped files, so two processes keep a GPU supplied
 # Strategies that LowPrecisionAdamW supports: its weights are whole or sharded by rows.
-STRATEGIES = ("single", "ddp", "fsdp2")
+LOW_PRECISION_STRATEGIES = ("single", "ddp", "fsdp2")
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def choose_optimizer_states(
     """
     run, weights = settings.run, weights_dtype(settings.model, config)
     trained = torch.float32 if settings.model.use_peft else weights  # PEFT's adapters are float32
-    own = name_of(trained)
+    own = dtype_name(trained)
     asked = [] if run.ema_decay is None else ["ema_decay"]
     if settings.training.optim == MUON:
         asked.append("optim")
@@ -222,7 +222,7 @@ def choose_optimizer_states(
         asked.append("optim_states")
     if run.stochastic_rounding:
         asked.append("stochastic_rounding")
-    if asked and launch.strategy not in STRATEGIES:
+    if asked and launch.strategy not in LOW_PRECISION_STRATEGIES:
         raise ConfigurationError(
             f"{settings.values.shown(asked[0])} does not go with {launch.strategy}, which keeps "
             "weights and states in its own way: use strategy: multi_gpu or fsdp2, or leave it out."
@@ -251,7 +251,7 @@ def precision_line(
     elif why == "default" and mixed == "no" and device == "cuda" and not training.tf32:
         hint = " (--fp16 true is several times as fast on this GPU)"
     computed = "no mixed precision" if mixed == "no" else f"mixed precision {mixed}"
-    parts = [f"{name_of(weights)} weights", f"{computed}{hint}"]
+    parts = [f"{dtype_name(weights)} weights", f"{computed}{hint}"]
     if states is not None:
         rounded = ", weights rounded stochastically" if states.stochastic_rounding else ""
         parts.append(f"Adam's states in {states.kept_as}{rounded}")
@@ -297,7 +297,7 @@ def report_run(
     report.say(f"processes: {launch.world_size}, strategy {launch.name}")
     if every := save_interval(training, total_steps):
         count = math.ceil(total_steps / every)
-        most = most_at_once(training.save_total_limit, count) + settings.run.save_best
+        most = max_checkpoints(training.save_total_limit, count) + settings.run.save_best
         minutes = settings.run.save_minutes
         report.say(
             f"saves: every {every:,} steps ({count:,} in all)"
@@ -334,18 +334,18 @@ def _plan_attention(
         for plan in rows.plans
     )
     asked = model.attn_implementation
-    with naming(str(model.model_config or config.name_or_path)):
+    with prefix_errors(str(model.model_config or config.name_or_path)):
         if not whole_rows:
             check_row_positions(config, settings.data.sequence_length)
         if device is None:
             reason = f"{asked}, settled on the compute node (there is no accelerator here)"
             proof = _test_isolation(asked, config, whole_rows)
-            choice = AttentionChoice(NAME, OPEN, reason, unproved=proof)
+            choice = AttentionChoice(NAME, UNDECIDED_KERNEL, reason, unproved=proof)
         else:
             dtype = COMPUTED.get(training.mixed_precision) or weights_dtype(model, config)
             choice = choose_isolated_attention(asked, config, device, dtype, whole_rows=whole_rows)
     report.say(f"attention: {choice.reason}; {choice.proof}")
-    check_context_parallel(settings, config, choice, device, report)
+    check_context_parallel_model(settings, config, choice, device, report)
     return choice
 
 
@@ -362,7 +362,7 @@ def _test_isolation(requested: str | None, config: PreTrainedConfig, whole_rows:
     except (ConfigurationError, ImportError) as error:
         if not (isinstance(error, ProbeError | ImportError) or is_recurrent(config)):
             raise
-        return f"checked there, where the run trains. Here, on a CPU: {first_line(error)}"
+        return f"checked there, where the run trains. Here, on a CPU: {first_error_line(error)}"
     return choice.proof
 
 

@@ -1,4 +1,4 @@
-"""Preparation of token datasets: `prepare_data.py` runs `pipeline.prepare`.
+"""Preparation of token datasets: `prepare_data.py` runs `pipeline.prepare_datasets`.
 
 fetch       hub_datasets.py lists the Hub's datasets and reads its cache, fetch.py fills the cache
 plan        source_files.py lists files, work_plan.py decides the format and cuts files into units

@@ -27,7 +27,7 @@ from utils.data.token_dataset import describe_split, open_token_dataset
 from utils.host.atomic_files import from_here, replace_text
 from utils.host.foreign import read_object
 from utils.prepare.pipeline import Preparation, begin_preparation, finish_preparation
-from utils.prepare.workspace import SETTINGS, WORKSPACE
+from utils.prepare.workspace import SETTINGS_FILE, WORKSPACE
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ def _append_lock(addition: Path, digest: str, *, shared: bool) -> Iterator[None]
             )
         workspace, earlier_digest = addition / WORKSPACE, None
         if any(workspace.glob("unit-*.json")):  # finished work units
-            earlier_digest = read_object(workspace / SETTINGS).get("digest")
+            earlier_digest = read_object(workspace / SETTINGS_FILE).get("digest")
         if (prepared := read_description(addition / TRAIN)) is not None:
             earlier_digest = prepared.preparation.get("settings_sha256")
         if earlier_digest not in (None, digest):

@@ -22,13 +22,13 @@ from utils.prepare.values import UnusableRowError
 THINKING_ON = ({"thinking": True}, {"enable_thinking": True}, {"preserve_thinking": True})
 # Kinds of marked texts. A tool call without marked arguments has marks around its name or id.
 CONTENT, REASONING, CALL, NAME = range(4)
-KINDS = 4
+MARK_KINDS = 4
 NO_MESSAGE = -1
 RARE = range(0x20000, 0x2A6D7)  # letters that are rare in chats and that Python prints unescaped
 # Some templates split a text at its tags. So each piece of text between tags has its own marks.
 TAGS = re.compile(r"(<\|?/?[^<>\s]{1,40}>|\[/?[A-Z_]{3,30}\])")
 THINKING = re.compile(r"<(/?)(?:think|thinking|reasoning)>")
-LEFT_OUT = "the chat template leaves out {} (--chat_template takes one that prints it)"
+TEMPLATE_LEAVES_OUT = "the chat template leaves out {} (--chat_template takes one that prints it)"
 
 
 class Mark(NamedTuple):
@@ -60,7 +60,7 @@ class MarkedChat:
     def __init__(self, template: ChatTemplate, chat: ChatDocument, text: str):
         self.chat = chat
         self._template = template
-        count = KINDS * len(chat.messages)
+        count = MARK_KINDS * len(chat.messages)
         for self._first_code in range(RARE.start, RARE.stop - count, count):
             self._pattern = re.compile(
                 f"[{chr(self._first_code)}-{chr(self._first_code + count - 1)}]"
@@ -136,7 +136,7 @@ class MarkedChat:
         marks = []
         names: Counter[int] = Counter()
         for number, match in enumerate(self._pattern.finditer(rendering)):
-            message, kind = divmod(ord(match.group()) - self._first_code, KINDS)
+            message, kind = divmod(ord(match.group()) - self._first_code, MARK_KINDS)
             names[message] += kind == NAME
             if kind == NAME and names[message] > self.expected[message, NAME]:
                 message = NO_MESSAGE
@@ -200,7 +200,7 @@ class MarkedChat:
         return self._mark(index, kind) + text + self._mark(index, kind)
 
     def _mark(self, index: int, kind: int) -> str:
-        return chr(self._first_code + index * KINDS + kind)
+        return chr(self._first_code + index * MARK_KINDS + kind)
 
     def _mark_call(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
@@ -231,14 +231,14 @@ class MarkedChat:
             if f"{mark}{text}{mark}" in rendering or mark not in rendering:
                 continue
             # Templates may print a text unchanged, or as JSON, Python or HTML.
-            quoted = (json.dumps(text), json.dumps(text, ensure_ascii=False), repr(text))
-            forms = {text, html.escape(text), *(form[1:-1] for form in quoted)}
+            encoded = (json.dumps(text), json.dumps(text, ensure_ascii=False), repr(text))
+            forms = {text, html.escape(text), *(form[1:-1] for form in encoded)}
             forms |= {json.dumps(form, ensure_ascii=False)[1:-1] for form in forms}
             printed = re.findall(f"{mark}([^{mark}]*){mark}", rendering)
             if printed and not forms.intersection(printed):
                 problem = (
-                    f"the chat template changes the text: it prints {shown(printed[0])} for "
-                    f"{shown(text)}, and the model would learn that (--chat_template takes a "
+                    f"the chat template changes the text: it prints {quoted(printed[0])} for "
+                    f"{quoted(text)}, and the model would learn that (--chat_template takes a "
                     "template that prints texts as they are)"
                 )
                 raise self.refused(index, problem, "text_changed")
@@ -255,19 +255,19 @@ class MarkedChat:
             is_past = any(message["role"] != "tool" for message in self.messages[index + 1 :])
             if kind != REASONING or not is_past:
                 part = {CONTENT: "content", REASONING: "reasoning"}.get(kind, "tool calls")
-                problem = LEFT_OUT.format(f"its {part}")
+                problem = TEMPLATE_LEAVES_OUT.format(f"its {part}")
                 if kind == REASONING and (setting := self._setting_that_prints(index, kind)):
                     problem += f"; or set chat_template_kwargs: {setting}, which prints it"
                 raise self.refused(index, problem, f"{part.replace(' ', '_')}_left_out")
         for index, message in enumerate(self.chat.messages):
             for word in words_of_calls(message):
                 if word not in self.text:
-                    problem = LEFT_OUT.format(f"{word!r} of its calls")
+                    problem = TEMPLATE_LEAVES_OUT.format(f"{word!r} of its calls")
                     raise self.refused(index, problem, "tool_calls_left_out")
         for tool in self.chat.tools or []:
             name = (tool.get("function") or tool).get("name") if isinstance(tool, dict) else None
             if isinstance(name, str) and name not in self.text:
-                problem = LEFT_OUT.format(f"the tool {name!r}")
+                problem = TEMPLATE_LEAVES_OUT.format(f"the tool {name!r}")
                 raise UnusableRowError("tools_left_out", problem)
         return {index for index, _ in left_out}
 
@@ -303,6 +303,6 @@ def _keys_and_numbers(value: Any) -> Iterator[str]:
             yield from _keys_and_numbers(item)
 
 
-def shown(text: str) -> str:
+def quoted(text: str) -> str:
     """Return a text in quotes for an error message, shortened to 80 characters."""
     return repr(text if len(text) <= 80 else text[:80] + "...")

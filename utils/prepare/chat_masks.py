@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from utils.config.errors import ConfigurationError
-from utils.host.foreign import RENDERING_BYTES, limits, reason
+from utils.host.foreign import RENDERING_BYTES, reason, resource_limits
 from utils.prepare.chat_marks import NO_MESSAGE, TAGS, MarkedChat, words_of_calls
 from utils.prepare.chat_templates import ChatTemplate
 from utils.prepare.chat_turns import Span, TurnDelimiter
@@ -56,7 +56,7 @@ class ChatMasks:
         Raises UnusableRowError if the template refuses the chat, or if the spans fail a check.
         """
         try:
-            with limits(f"{document.location}: the chat template", RENDERING_BYTES):
+            with resource_limits(f"{document.location}: the chat template", RENDERING_BYTES):
                 adapted = self.template.adapted(document.messages)
                 return self._masked(replace(document, messages=adapted))
         except (UnusableRowError, ConfigurationError):

@@ -9,7 +9,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from utils.config.errors import ConfigurationError
-from utils.host.foreign import RENDERING_BYTES, foreign, limits
+from utils.host.foreign import RENDERING_BYTES, library_errors, resource_limits
 from utils.prepare.rows import ChatDocument, Message
 from utils.prepare.values import ASSISTANT, Location
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Keys of a message's reasoning in published data. A template reads one of the first two.
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
-PROBE = Location("a probe")  # the location of the short chats that test a template
+PROBE_LOCATION = Location("a probe")  # the location of the short chats that test a template
 PROBE_ID = "abcdefghi"  # the id of a tool call. Mistral's templates require nine letters
 # A tool for these short chats, because some templates print no chat without tools.
 PROPERTIES = {"probe": {"type": "string", "description": "a probe"}}
@@ -47,7 +47,10 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import _cached_compile_jinja_template
 
         self._origin = f"the chat template of {tokenizer.name_or_path}"
-        with foreign(self._origin, "not valid Jinja"), limits(self._origin, RENDERING_BYTES):
+        with (
+            library_errors(self._origin, "not valid Jinja"),
+            resource_limits(self._origin, RENDERING_BYTES),
+        ):
             self.source = source = tokenizer.get_chat_template()
             self.has_markers = GENERATION.search(source) is not None
             self._variables = dict(tokenizer.special_tokens_map)
@@ -62,7 +65,7 @@ class ChatTemplate:
         Raises ConfigurationError if the template takes too much time or memory, and any other
         Exception if the template refuses the chat.
         """
-        with limits(self._origin, RENDERING_BYTES):
+        with resource_limits(self._origin, RENDERING_BYTES):
             return str(self._compiled.render(**self._variables_of(chat, generation_prompt)))
 
     def render_with_markers(self, chat: ChatDocument) -> tuple[str, list[tuple[int, int]]]:
@@ -148,7 +151,7 @@ class ChatTemplate:
         contents = "x", [{"type": "text", "text": "x"}]
         for content, tools in product(contents, (None, [TOOL])):
             question = {"role": "user", "content": content}
-            chat = ChatDocument([question, {"role": "assistant", **reply}], PROBE, tools)
+            chat = ChatDocument([question, {"role": "assistant", **reply}], PROBE_LOCATION, tools)
             try:
                 return self.render(chat)
             except ConfigurationError:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from utils.config.errors import ConfigurationError
-from utils.host.foreign import foreign, reason
-from utils.prepare.chat_templates import PROBE, ChatTemplate
+from utils.host.foreign import library_errors, reason
+from utils.prepare.chat_templates import PROBE_LOCATION, ChatTemplate
 from utils.prepare.rows import ChatDocument, document_fields
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def encode(
     """Return the token ids of each text, (tokens,) int64. special_tokens: add BOS and EOS."""
     if not texts:
         return []  # a tokenizer takes no empty list
-    with foreign(f"the tokenizer {tokenizer.name_or_path}", TOKENIZER_FAILS):
+    with library_errors(f"the tokenizer {tokenizer.name_or_path}", TOKENIZER_FAILS):
         encoded = tokenizer(list(texts), add_special_tokens=special_tokens, **IDS_ALONE)
     return [np.array(ids, dtype=np.int64) for ids in encoded["input_ids"]]
 
@@ -100,7 +100,7 @@ def encode_with_offsets(
     if not texts:
         return
     options = IDS_ALONE | {"add_special_tokens": False, "return_offsets_mapping": True}
-    with foreign(f"the tokenizer {tokenizer.name_or_path}", TOKENIZER_FAILS):
+    with library_errors(f"the tokenizer {tokenizer.name_or_path}", TOKENIZER_FAILS):
         encoded = tokenizer(list(texts), **options)
     for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
         yield np.array(ids, dtype=np.int64), np.array(offsets, dtype=np.int64).reshape(-1, 2)
@@ -203,7 +203,7 @@ def _parse_prompt(
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     chat = document_fields(record | {key: messages}, "messages", [(key, "messages")])
     adapted = template.adapted(chat["messages"])
-    document = ChatDocument(adapted, PROBE, chat["tools"], chat["chat_template_kwargs"])
+    document = ChatDocument(adapted, PROBE_LOCATION, chat["tools"], chat["chat_template_kwargs"])
     text = template.render(document, generation_prompt=True)
     last_message = str(chat["messages"][-1]["content"])
     return Prompt(last_message, tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -212,7 +212,7 @@ def _parse_prompt(
 # --- gigatoken
 
 # Test texts. They reveal differences in splitting rules, normalizers and byte fallback.
-PROBES = (
+PROBE_TEXTS = (
     *("", " ", "\n", "a", "  two  spaces ", "\t\ttabs\r\nand \r\n\r\n ends\n\n\n", " " * 70),
     *("It's we'll THEY'RE I'd 'tis 's", "1 12 123 1234 12345.678,90 ٣٤ ⅷ½²", "a" * 300, "aB" * 150),
     *("naïve Ünïcödé ß ﬁ ﬂ", "e\u0301 a\u0323\u0307 \u0301", "漢字かなカナ한국어", "مرحبا שלום"),
@@ -235,7 +235,7 @@ def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_f
         if document_format != "text":
             raise ValueError("loss masks need the offsets of characters")
         added = [str(token) for token in tokenizer.get_added_vocab()]
-        texts = [*PROBES, *added, *(f"a{token}b {token} c{token}" for token in added)]
+        texts = [*PROBE_TEXTS, *added, *(f"a{token}b {token} c{token}" for token in added)]
         found = GigatokenEncoder(tokenizer)(texts)
         for text, ids, exact in zip(texts, found, encode(tokenizer, texts), strict=True):
             if not np.array_equal(ids, exact):

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from utils.config.errors import ConfigurationError, StorageError
-from utils.config.preparation import PreparationArguments, Source, check_preparation, sources_of
-from utils.host.foreign import foreign
-from utils.host.hub import lacking, stay_offline
+from utils.config.preparation import PreparationArguments, Source, check_preparation, parse_sources
+from utils.host.foreign import library_errors
+from utils.host.hub import missing_from_cache, stay_offline
 from utils.host.machine import host_name
 from utils.prepare.hub_datasets import PARQUET_BRANCH, HubCache, Kind, files_of_split, hub_dataset
-from utils.prepare.tokenizer import given_tokenizer
+from utils.prepare.tokenizer import load_prepared_tokenizer
 from utils.prepare.work_plan import plan_preparation
 
 if TYPE_CHECKING:
@@ -77,13 +77,15 @@ def fetch(arguments: PreparationArguments) -> dict[str, Path]:
 
     check_preparation(arguments)
     if is_offline_mode():
-        if problems := [text for model in arguments.models if (text := lacking(*model.split("@")))]:
+        if problems := [
+            text for model in arguments.models if (text := missing_from_cache(*model.split("@")))
+        ]:
             raise ConfigurationError(problems)
         return {}
     cache = HubCache(arguments)
     folders, downloads, size = _missing_files(arguments, cache)
     if downloads:
-        check_room(cache.folder, size)
+        check_disk_space(cache.folder, size)
     for download in downloads:
         began = time.monotonic()
         try:
@@ -104,7 +106,7 @@ def _missing_files(
     raises ConfigurationError.
     """
     datasets: list[tuple[str, Any]] = [
-        (path, source) for source in sources_of(arguments) for path in source.paths
+        (path, source) for source in parse_sources(arguments) for path in source.paths
     ]
     models = dict.fromkeys(arguments.models, True)
     if arguments.tokenizer_name_or_path:
@@ -181,7 +183,7 @@ def _model_download(cache: HubCache, name: str, weights: bool) -> Download | Non
     return Download("model", match[1], ", tokenizer", revision, _SMALL_FILES)
 
 
-def check_room(folder: Path, size: int) -> None:
+def check_disk_space(folder: Path, size: int) -> None:
     """Log a download's size in bytes and the free space of the folder's disk.
 
     Raises StorageError if the free space is too small.
@@ -254,11 +256,11 @@ def fill_offline_dir(arguments: PreparationArguments) -> None:
         name = arguments.tokenizer_name_or_path
         plan = plan_preparation(arguments)
         plan.log()
-        given_tokenizer(
+        load_prepared_tokenizer(
             replace(arguments, tokenizer_name_or_path=str(folders.get(name, name))), plan
         )
     for model in arguments.models:
-        with foreign(model, "its configuration cannot be loaded"):
+        with library_errors(model, "its configuration cannot be loaded"):
             AutoConfig.from_pretrained(
                 folders[model], local_files_only=True, trust_remote_code=False
             )

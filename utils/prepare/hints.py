@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from utils.config.preparation import MESSAGE_ROLES, Source
-from utils.prepare.messages import ABOUT_A_ROW, ROLES, are_messages, check_answers, role_word
-from utils.prepare.rows import detect_formats, document_fields, holds_chats
-from utils.prepare.values import ASSISTANT, UnusableRowError, decoded, renamed
+from utils.prepare.messages import METADATA_KEY, ROLES, are_messages, check_answers, role_word
+from utils.prepare.rows import becomes_chat, detect_formats, document_fields
+from utils.prepare.values import ASSISTANT, UnusableRowError, parse_json_string, renamed
 
 # Names of columns in published datasets.
 _QUESTIONS = (
@@ -21,7 +21,7 @@ _ANSWERS = (
     *("answers", "summary", "highlights", "tgt", "message_2", "chatgpt_answers", "output_text"),
     *("targets_pretokenized", "preferred_output", "reply", "replies", "response_j"),
 )
-CHATS = (
+CHAT_COLUMNS = (
     *("messages", "conversation", "conversations", "dialogue", "dialog", "chat", "turns"),
     *("contents", "chosen_messages"),
 )
@@ -76,7 +76,7 @@ def absent_columns(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]
     return [name for name, ours in absent if ours not in MESSAGE_ROLES or ours == "system"]
 
 
-def misreading(given: Mapping[str, Any], source: Source) -> str:
+def unsuitable_reason(given: Mapping[str, Any], source: Source) -> str:
     """Return why a row in a known format is unsuitable for training; "" if the row is fine.
 
     For example, the label of a KTO row tells whether the answer is good. given: the row's fields.
@@ -97,7 +97,11 @@ def misreading(given: Mapping[str, Any], source: Source) -> str:
             f"{{label: {good}}}, or {{label: [{good}, {bad}]}} to train on all"
         )
     if "chosen" in fields and "completion" not in fields:
-        chats = [decoded(fields[name]) for name in ("messages", "conversations") if name in fields]
+        chats = [
+            parse_json_string(fields[name])
+            for name in ("messages", "conversations")
+            if name in fields
+        ]
         last = [chat[-1] for chat in chats if are_messages(chat)]
         if any(ROLES.get(role_word(one)) == "user" for one in last):
             return f"its answers are apart: {naming_hint(given)}"
@@ -129,7 +133,7 @@ def _chat_renamings(
     extra = {theirs: ours for ours, theirs in context.items()}
     answer_fields = ("input", "reasoning_content")
     system = {theirs: ours for theirs, ours in extra.items() if ours not in answer_fields}
-    for name in ("chosen",) if "chosen" in fields else (*CHATS, "data"):
+    for name in ("chosen",) if "chosen" in fields else (*CHAT_COLUMNS, "data"):
         if name in columns:
             yield {**system, columns[name]: "messages"}
     for question, answer in pairs:
@@ -138,7 +142,11 @@ def _chat_renamings(
         if not isinstance(fields[question], str):
             yield {**system, question: "prompt", answer: "completion"}
     for name, value in fields.items():
-        if name not in context.values() and "chosen" not in fields and are_messages(decoded(value)):
+        if (
+            name not in context.values()
+            and "chosen" not in fields
+            and are_messages(parse_json_string(value))
+        ):
             yield {**system, name: "messages"}
 
 
@@ -150,7 +158,7 @@ def _guess_unknown_columns(fields: Mapping[str, Any]) -> dict[str, Renaming]:
     names = [
         name
         for name, value in fields.items()
-        if isinstance(value, str) and value.strip() and not ABOUT_A_ROW.fullmatch(name)
+        if isinstance(value, str) and value.strip() and not METADATA_KEY.fullmatch(name)
     ]
     known = {*_QUESTIONS, *(_ANSWERS if len(names) > 1 else ())} - {"input"}
     others = any(isinstance(value, list | dict) for value in fields.values())
@@ -171,7 +179,7 @@ def _renaming_problem(fields: Mapping[str, Any], names: Renaming) -> str:
     try:
         found = document_fields(fields, formats[0], columns)
         messages = found.get("messages") or [*found.get("prompt", ()), *found.get("completion", ())]
-        if holds_chats(ours, formats[0]):
+        if becomes_chat(ours, formats[0]):
             check_answers(messages)
             if not {"user", ASSISTANT} <= {message["role"] for message in messages}:
                 return "no question with an answer"

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote
 
-from utils.config.preparation import PreparationArguments, Source, sources_of
+from utils.config.preparation import PreparationArguments, Source, parse_sources
 from utils.host.atomic_files import replace_text
 from utils.host.hub import hub_fault
 from utils.prepare.source_files import COMPRESSIONS, RECORD_KINDS, SPLIT_NAMES, Remarks
@@ -229,11 +229,11 @@ def _cached_dataset_files(
     return {str(snapshot / name): (url + name, listing.mtime_ns) for name in names}
 
 
-def refuse_uncached(arguments: PreparationArguments) -> None:
+def check_datasets_cached(arguments: PreparationArguments) -> None:
     """Raise ConfigurationError if sources are faulty or Hub datasets are not in the cache."""
     cache, remarks = HubCache(arguments), Remarks()
     with remarks.lines:
-        for source in sources_of(arguments):
+        for source in parse_sources(arguments):
             cached_files(cache, source, remarks)
         remarks.refuse()
 

@@ -16,13 +16,13 @@ from utils.prepare.values import (
     UnusableRowError,
     as_json,
     check_text,
-    decoded,
-    given_twice,
+    duplicate_keys_error,
+    join_text_parts,
+    parse_json_string,
     refuse_media,
     renamed_message,
     split_thought,
-    thought_text,
-    wrong_type,
+    wrong_type_error,
 )
 
 ROLES = {
@@ -44,10 +44,10 @@ _ARGUMENT_KEYS = ("arguments", "parameters", "input", "args", "kwargs")
 _OTHER_CALL_KEYS = {"name", "id", "type", "index", "description", "strict"}
 _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 _CONTENT_KEYS = ("content", "value", "text", "parts")
-READ = {"role", "content", "tool_calls", "weight", *_THOUGHT_KEYS}
+KNOWN_MESSAGE_KEYS = {"role", "content", "tool_calls", "weight", *_THOUGHT_KEYS}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _CALL_PARTS = ("tool_call", "tool_use")  # LLaMA-Factory's and Anthropic's
-ABOUT_A_ROW = re.compile(
+METADATA_KEY = re.compile(
     r"(.*_)?(id|name|index|type|time|timestamp|date|created|created_at|updated_at|model|lang|"
     r"language|source|url|score|rank|hash|status)s?",
     re.IGNORECASE,
@@ -79,16 +79,16 @@ def messages_of(
     column: the column's name in errors. names: pairs (name in the file, our name) of message keys
     and roles. Raises UnusableRowError if `value` has no message or a faulty one.
     """
-    value = decoded(value)
+    value = parse_json_string(value)
     if isinstance(value, Mapping):
         # Older versions of `datasets` write a sequence of objects as an object of lists.
-        lists = [decoded(each) for each in value.values()]
+        lists = [parse_json_string(each) for each in value.values()]
         if all(isinstance(each, list) for each in lists) and len(set(map(len, lists))) == 1:
             value = [dict(zip(value, items, strict=True)) for items in zip(*lists, strict=True)]
         elif {"role", "from"} & value.keys():
             value = [value]
     if not isinstance(value, list):
-        raise wrong_type(column, "a list of messages", value)
+        raise wrong_type_error(column, "a list of messages", value)
     if not value:
         raise UnusableRowError("empty", f"empty document: {column} has no messages")
     messages: list[dict[str, Any]] = []
@@ -110,7 +110,7 @@ def unread_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for message in messages:
         if message["role"] not in OWN_ROLES:
             yield f"role {message['role']}, which is context only"
-        yield from (f"message key {key}" for key in message if key not in READ)
+        yield from (f"message key {key}" for key in message if key not in KNOWN_MESSAGE_KEYS)
 
 
 def role_word(message: Mapping[str, Any]) -> str:
@@ -148,7 +148,7 @@ def check_answers(
 
 def _messages_of_item(where: str, item: Any, index: int) -> Iterator[dict[str, Any]]:
     """Yield the messages of one item of a chat: a text, a pair or an object."""
-    message = decoded(item)
+    message = parse_json_string(item)
     if isinstance(item, str) and not are_messages([message]):
         yield {"role": ("user", ASSISTANT)[index % 2], "content": item}  # as in UltraChat
         return
@@ -158,7 +158,7 @@ def _messages_of_item(where: str, item: Any, index: int) -> Iterator[dict[str, A
         keys = ("role", "content") if message[0].lower() in ROLES else ("user", ASSISTANT)
         message = dict(zip(keys, message, strict=True))
     if not isinstance(message, Mapping):
-        raise wrong_type(where, "an object", message)
+        raise wrong_type_error(where, "an object", message)
     # JSON writers and Arrow write null for a key without a value.
     message = {key: value for key, value in message.items() if value is not None}
     if "role" in message or "from" in message:
@@ -223,11 +223,13 @@ def _convert_message(where: str, published: dict[str, Any]) -> dict[str, Any]:
         parts = content if isinstance(content, list) else [content]
         from_parts = _content_of_parts(where, parts, message["role"])
         if twice := [key for key in from_parts if key != "content" and message.get(key)]:
-            raise given_twice(where, twice[0], "the same among its parts")
+            raise duplicate_keys_error(where, twice[0], "the same among its parts")
         message |= from_parts
-    calls = {key: found for key in _CALL_KEYS if (found := decoded(message.pop(key, None)))}
+    calls = {
+        key: found for key in _CALL_KEYS if (found := parse_json_string(message.pop(key, None)))
+    }
     if len(calls) > 1:
-        raise given_twice(where, *calls)
+        raise duplicate_keys_error(where, *calls)
     for found in calls.values():
         message["tool_calls"] = tool_calls_of(where, found)
     message |= _reasoning_of(where, message)
@@ -260,13 +262,13 @@ def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict
     text_keys = _CONTENT_KEYS if role_key == "role" else ("value", *_CONTENT_KEYS)
     text_key = next((key for key in text_keys if key in message), text_keys[0])
     if text_key != "content" and message.get("content"):
-        raise given_twice(where, text_key, "content")
+        raise duplicate_keys_error(where, text_key, "content")
     others = {k: v for k, v in message.items() if k not in (role_key, text_key)}
     role = ROLES.get(word, word if word in OWN_ROLES else given_role)
     content = {"content": message[text_key]} if text_key in message else {}
     if word in CALL_ROLES:
         thought, call = split_thought(message.get(text_key))  # as in LLaMA-Factory
-        calls = tool_calls_of(where, decoded(call))
+        calls = tool_calls_of(where, parse_json_string(call))
         return {"role": ASSISTANT, **others, "content": thought, "tool_calls": calls}, text_key
     return {"role": role, **others, **content}, text_key
 
@@ -280,7 +282,7 @@ def _content_of_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, 
             kind = "thinking" if part.get("thought") is True else str(part.get("type", "text"))
             names = (kind, "text", "value", "content")
             value = next((part[name] for name in names if part.get(name) is not None), None)
-        if kind in ("reasoning", "thinking") and isinstance(thought := thought_text(value), str):
+        if kind in ("reasoning", "thinking") and isinstance(thought := join_text_parts(value), str):
             thoughts.append(thought)
         elif kind in _CALL_PARTS:
             calls.append(part if value is None else value)
@@ -303,12 +305,12 @@ def _reasoning_of(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     Returns {} if the message has no thought key. Raises UnusableRowError if the keys have
     different thoughts, or if the content has a thought as well.
     """
-    thoughts = {key: thought_text(message[key]) for key in _THOUGHT_KEYS if message.get(key)}
+    thoughts = {key: join_text_parts(message[key]) for key in _THOUGHT_KEYS if message.get(key)}
     for key, thought in thoughts.items():
         check_text(f"{key!r} of {where}", thought)
     in_content = ["<think>"] if split_thought(message.get("content"))[0] else []
     if len(set(thoughts.values())) + len(in_content) > 1:
-        raise given_twice(where, *thoughts, *in_content)
+        raise duplicate_keys_error(where, *thoughts, *in_content)
     texts = [*thoughts.values()]
     return thoughts | ({"reasoning_content": texts[0]} if texts else {})
 
@@ -324,10 +326,10 @@ def _check_content(where: str, message: Mapping[str, Any], text_key: str) -> Non
     unread = [
         repr(key)
         for key, value in message.items()
-        if key not in READ
+        if key not in KNOWN_MESSAGE_KEYS
         and isinstance(value, str | list | Mapping)
         and len(value)
-        and not ABOUT_A_ROW.fullmatch(key)
+        and not METADATA_KEY.fullmatch(key)
     ]
     if "content" not in message or (unread and _is_empty(message)):
         problem = f"{where} has no {text_key!r}"
@@ -339,8 +341,10 @@ def _check_content(where: str, message: Mapping[str, Any], text_key: str) -> Non
 def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
     """Return tool calls in OpenAI's form: [{"type", "function": {"name", "arguments": object}}]."""
     converted = []
-    for call in map(decoded, calls if isinstance(calls, list) else [calls]):
-        function = decoded(call.get("function", call)) if isinstance(call, Mapping) else {}
+    for call in map(parse_json_string, calls if isinstance(calls, list) else [calls]):
+        function = (
+            parse_json_string(call.get("function", call)) if isinstance(call, Mapping) else {}
+        )
         function = function if isinstance(function, Mapping) else {}
         key = next((key for key in _ARGUMENT_KEYS if function.get(key) is not None), None)
         has_unknown_keys = key is None and function.keys() - {*_ARGUMENT_KEYS, *_OTHER_CALL_KEYS}
@@ -348,7 +352,7 @@ def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
             message = f"{where} has a call without 'name' and 'arguments': {call!r:.80}"
             raise UnusableRowError("wrong_type", message)
         # Decode twice, because some datasets encode the JSON text twice.
-        arguments = decoded(decoded(function.get(key))) or {}
+        arguments = parse_json_string(parse_json_string(function.get(key))) or {}
         if isinstance(arguments, str):
             message = f"{where} has a call whose arguments are no JSON: {arguments!r:.80}"
             raise UnusableRowError("malformed_json", message)

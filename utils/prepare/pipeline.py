@@ -22,11 +22,11 @@ from utils.data.tokenizers import chat_template_sha256, id_type, tokenizer_sha25
 from utils.host.atomic_files import from_here
 from utils.prepare.encoding import choose_backend
 from utils.prepare.tokenization import token_features
-from utils.prepare.tokenizer import end_of_turn_id, given_tokenizer, masks_from
+from utils.prepare.tokenizer import end_of_turn_id, load_prepared_tokenizer, loss_mask_origin
 from utils.prepare.units import UnitWorker, run_units
 from utils.prepare.work_plan import PreparationPlan, plan_preparation
 from utils.prepare.workspace import (
-    NOTES,
+    NOTE_TEXTS,
     TRAINED_WRONGLY,
     UnitCounts,
     Workspace,
@@ -55,7 +55,7 @@ class Preparation:
     workspace: Workspace
 
 
-def prepare(arguments: PreparationArguments) -> None:
+def prepare_datasets(arguments: PreparationArguments) -> None:
     """Tokenize this process's shard of the sources. Assemble the datasets if all shards are done.
 
     Work units (pieces of the sources) that are finished are not repeated. In a Slurm job array, the
@@ -79,7 +79,7 @@ def begin_preparation(arguments: PreparationArguments) -> Preparation:
     check_preparation(arguments)
     plan = plan_preparation(arguments)
     plan.log()
-    tokenizer = given_tokenizer(arguments, plan)
+    tokenizer = load_prepared_tokenizer(arguments, plan)
     sha256, template = tokenizer_sha256(tokenizer), chat_template_sha256(tokenizer)
     hashes = {"sha256": sha256, "chat_template_sha256": template}
     folder = Path(arguments.output_dir)
@@ -178,7 +178,7 @@ def log_counts(plan: PreparationPlan, counts: Mapping[int, UnitCounts]) -> None:
         logger.info("  dropped %s", example)
     for name, number in total.notes.items():
         level = logging.WARNING if name in TRAINED_WRONGLY else logging.INFO
-        logger.log(level, f"{number:,} {NOTES[name]}")
+        logger.log(level, f"{number:,} {NOTE_TEXTS[name]}")
 
 
 # --- one split
@@ -217,7 +217,7 @@ def assemble_split(split: str, given: Preparation, counts: Mapping[int, UnitCoun
             "sources": describe_sources(split, plan, counts),
             **figures,
             "example": example,
-            "loss_masks": masks_from(tokenizer) if is_chat else None,
+            "loss_masks": loss_mask_origin(tokenizer) if is_chat else None,
             "end_of_turn_token_id": end_of_turn_id(tokenizer) if is_chat else None,
         },
     )
@@ -290,7 +290,7 @@ def describe_sources(
         **({"hub": dict(plan.commits)} if plan.commits else {}),
         "dropped": dict(total.dropped),
         "dropped_examples": total.examples,
-        **{note: total.notes[note] for note in NOTES},
+        **{note: total.notes[note] for note in NOTE_TEXTS},
     }
 
 

@@ -20,7 +20,7 @@ from utils.config.own_code import load_own
 from utils.data.arrow_columns import STATE_FILE
 from utils.host.atomic_files import paths_inside
 from utils.host.foreign import read_object
-from utils.prepare.hints import CHATS
+from utils.prepare.hints import CHAT_COLUMNS
 from utils.prepare.messages import are_messages
 from utils.prepare.rows import detect_formats
 from utils.prepare.source_files import SourceFile, open_source
@@ -211,7 +211,7 @@ def _records_of_json(path: str, value: Any) -> list[Any]:
     arrays = [
         key
         for key, item in value.items()
-        if key not in {*CHATS, "history"}
+        if key not in {*CHAT_COLUMNS, "history"}
         and isinstance(item, list)
         and item
         and (isinstance(item[0], dict) or are_messages(item[0]))

@@ -19,18 +19,18 @@ from utils.prepare.values import (
     Record,
     UnusableRowError,
     check_text,
-    decoded,
+    parse_json_string,
     read_segments,
     read_tokens,
     refuse_media,
     renamed,
     split_thought,
     tools_of,
-    wrong_type,
+    wrong_type_error,
 )
 
 # The columns that each row format needs. OPTIONAL has the further columns that it may have.
-NEEDED: dict[str, tuple[str, ...]] = {
+REQUIRED_COLUMNS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
     "messages": ("messages",),  # objects with role and content (OpenAI, Hugging Face)
     "sharegpt": ("conversations",),  # with from and value (ShareGPT, LLaMA-Factory, axolotl)
@@ -40,7 +40,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "tokens": ("input_ids",),  # token ids, with labels or a mask
 }
 _CHAT_COLUMNS = ("tools", "functions", "system", "system_prompt", "chat_template_kwargs", *MEDIA)
-OPTIONAL: dict[str, tuple[str, ...]] = {
+OPTIONAL_COLUMNS: dict[str, tuple[str, ...]] = {
     "text": MEDIA,
     "messages": _CHAT_COLUMNS,
     "sharegpt": _CHAT_COLUMNS,
@@ -137,7 +137,9 @@ class RowSettings:
     @property
     def read_columns(self) -> list[str]:
         """The columns that the row format and the filters read, by their names in the file."""
-        own = map(self.name_of, (*NEEDED[self.row_format], *OPTIONAL[self.row_format]))
+        own = map(
+            self.name_of, (*REQUIRED_COLUMNS[self.row_format], *OPTIONAL_COLUMNS[self.row_format])
+        )
         return list(dict.fromkeys([*own, *dict(self.filters)]))
 
     def name_of(self, column: str) -> str:
@@ -149,7 +151,7 @@ class RowSettings:
         """The name in the file of the column with the answers, for error messages."""
         # For Alpaca name the history: errors about the output were raised earlier.
         alpaca = self.row_format == "alpaca"
-        return self.name_of("history" if alpaca else NEEDED[self.row_format][-1])
+        return self.name_of("history" if alpaca else REQUIRED_COLUMNS[self.row_format][-1])
 
     def selects(self, fields: Mapping[str, Any]) -> bool:
         """Return whether the filters keep a row. Raises UnusableRowError for a missing column."""
@@ -218,8 +220,10 @@ class _Row(dict[str, Any]):
 
         names: two columns with the same meaning. Raises UnusableRowError if their values differ.
         """
-        found = {name: self[name] for name in names if decoded(self.get(name))}
-        if len(found) == 2 and decoded(found[names[0]]) != decoded(found[names[1]]):
+        found = {name: self[name] for name in names if parse_json_string(self.get(name))}
+        if len(found) == 2 and parse_json_string(found[names[0]]) != parse_json_string(
+            found[names[1]]
+        ):
             both = " and ".join(map(self.quoted, names))
             reason = "two_systems" if "system" in names else "wrong_type"
             raise UnusableRowError(reason, f"{both} differ: keep one of them")
@@ -232,11 +236,15 @@ def detect_formats(fields: Mapping[str, Any]) -> list[str]:
     The formats in PIECES (segments, tokens) are returned only if no other format fits, because
     transcripts with a text also have a column "segments".
     """
-    found = [name for name, needed in NEEDED.items() if all(column in fields for column in needed)]
+    found = [
+        name
+        for name, needed in REQUIRED_COLUMNS.items()
+        if all(column in fields for column in needed)
+    ]
     return [name for name in found if name not in PIECES] or found
 
 
-def holds_chats(fields: Mapping[str, Any], row_format: str) -> bool:
+def becomes_chat(fields: Mapping[str, Any], row_format: str) -> bool:
     """Return whether a row becomes a ChatDocument. fields: the row under our column names."""
     if row_format == "prompt_completion":
         return _is_chat(fields.get("prompt"))
@@ -248,7 +256,9 @@ def document_fields(
 ) -> Mapping[str, Any]:
     """Return a row's checked fields under our names. Raises UnusableRowError for a faulty row."""
     fields = _Row(given, columns)
-    missing = [fields.quoted(name) for name in NEEDED[row_format] if fields.get(name) is None]
+    missing = [
+        fields.quoted(name) for name in REQUIRED_COLUMNS[row_format] if fields.get(name) is None
+    ]
     if missing:
         names = _columns_found(name for name, value in given.items() if value is not None)
         message = f"no {' and no '.join(missing)}, which the format {row_format} needs ({names})"
@@ -264,7 +274,7 @@ def document_fields(
             refuse_media("the row", fields)
         return fields
     if row_format in PIECES:
-        column = NEEDED[row_format][0]
+        column = REQUIRED_COLUMNS[row_format][0]
         pieces = PIECES[row_format](fields.quoted(column), fields)
         return {"pieces": pieces, "special_tokens": fields.get("special_tokens") is True}
     refuse_media("the row", fields)
@@ -278,7 +288,7 @@ def document_fields(
     if row_format == "alpaca":
         messages = list(_alpaca_turns(fields))
     else:
-        messages = fields.messages(NEEDED[row_format][0])
+        messages = fields.messages(REQUIRED_COLUMNS[row_format][0])
     return {"messages": _with_system(messages, fields), **extras}
 
 
@@ -289,7 +299,7 @@ def _check_not_blank(fields: _Row, name: str) -> None:
 
 
 def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) or are_messages(decoded(value))
+    return isinstance(value, list) or are_messages(parse_json_string(value))
 
 
 def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
@@ -307,7 +317,9 @@ def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
                 problem += f"or {completion_name}"
                 raise UnusableRowError("wrong_type", problem)
         if isinstance(completion, list) and any(isinstance(one, str) for one in completion):
-            raise wrong_type(completion_name, "a text, or messages of role and content", completion)
+            raise wrong_type_error(
+                completion_name, "a text, or messages of role and content", completion
+            )
         prompt_turns = fields.messages("prompt")
         if isinstance(completion, str) and not _is_chat(completion):  # an answer without a role
             answer_turns = messages_of(completion_name, [_answer_message(fields, completion)])
@@ -322,11 +334,11 @@ def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
             raise UnusableRowError("prompt_begins_answer", message)
         return {"prompt": _with_system(prompt_turns, fields), "completion": answer_turns}
     if _is_chat(completion):
-        raise wrong_type(prompt_name, f"a list of messages, as {completion_name} is", prompt)
+        raise wrong_type_error(prompt_name, f"a list of messages, as {completion_name} is", prompt)
     check_text(prompt_name, prompt)
     _check_not_blank(fields, "completion")
-    chat_columns = {*OPTIONAL["prompt_completion"]} - {*MEDIA}
-    values = {name: decoded(fields.get(name)) for name in sorted(chat_columns)}
+    chat_columns = {*OPTIONAL_COLUMNS["prompt_completion"]} - {*MEDIA}
+    values = {name: parse_json_string(fields.get(name)) for name in sorted(chat_columns)}
     values["chat_template_kwargs"] = _template_kwargs(fields)
     if names := [fields.quoted(k) for k, value in values.items() if value and str(value).strip()]:
         raise UnusableRowError(
@@ -343,11 +355,11 @@ def _alpaca_turns(fields: _Row) -> Iterator[dict[str, Any]]:
     for name, text in (("instruction", instruction), ("input", given)):
         check_text(fields.quoted(name), text)
     _check_not_blank(fields, "output")
-    if decoded(fields.get("history")):
+    if parse_json_string(fields.get("history")):
         yield from fields.messages("history")
     question = "\n".join(text for text in (instruction, given) if text)
     yield {"role": "user", "content": question}
-    calls = decoded(output) if fields.get("tools") else None  # as in xLAM's data
+    calls = parse_json_string(output) if fields.get("tools") else None  # as in xLAM's data
     are_calls = isinstance(calls, list) and all(
         isinstance(call, Mapping) and {"name", "arguments"} <= call.keys() for call in calls
     )
@@ -377,7 +389,7 @@ def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str,
     message = dict(system) if isinstance(system, Mapping) else {"content": system}
     system_messages = messages_of(fields.quoted(name), [message | {"role": "system"}])
     if [each["role"] for each in system_messages] != ["system"]:  # a part is a tool's result
-        raise wrong_type(fields.quoted(name), "a text", system)
+        raise wrong_type_error(fields.quoted(name), "a text", system)
     first = system_messages[0]
     if messages[0]["role"] != "system":
         return [first, *messages]
@@ -388,7 +400,7 @@ def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str,
 
 
 def _template_kwargs(fields: _Row) -> Mapping[str, Any] | None:
-    variables = decoded(fields.get("chat_template_kwargs")) or {}
+    variables = parse_json_string(fields.get("chat_template_kwargs")) or {}
     try:
         check_template_variables(variables, fields.quoted("chat_template_kwargs"))
     except ValueError as error:

@@ -32,7 +32,7 @@ RECORD_KINDS: dict[str, SourceKind] = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),
     **{".json": "json", ".parquet": "parquet"},
 }
-KINDS: dict[str, SourceKind] = {**dict.fromkeys(TEXT_SUFFIXES, "text"), **RECORD_KINDS}
+KIND_BY_SUFFIX: dict[str, SourceKind] = {**dict.fromkeys(TEXT_SUFFIXES, "text"), **RECORD_KINDS}
 COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 SNIFFED_BYTES = 1 << 16
 LONGEST_FIRST_LINE = 1 << 24  # bytes; a longer line is probably the whole file
@@ -278,7 +278,10 @@ def _files_of_one_split(
                 f"{given}: of its splits {wanted} is read here, not {', '.join(others)}; "
                 f"--eval_sources NAME={given} evaluates on another"
             )
-        known = {*KINDS, *COMPRESSIONS}  # not .00000-of-01024 in c4-train.00000-of-01024.json.gz
+        known = {
+            *KIND_BY_SUFFIX,
+            *COMPRESSIONS,
+        }  # not .00000-of-01024 in c4-train.00000-of-01024.json.gz
         formats = {
             "".join(one for one in Path(path).suffixes if one.lower() in known)
             for path in by_split[wanted]
@@ -353,7 +356,7 @@ def _kind_of(path: str, is_given: bool) -> tuple[SourceKind | None, Compression 
     compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
     if compression:
         suffixes.pop()
-    kind = KINDS.get(suffixes[-1]) if suffixes else None
+    kind = KIND_BY_SUFFIX.get(suffixes[-1]) if suffixes else None
     if kind in ("jsonl", "json"):
         line, rest = _first_line(path, compression)
         kind = _kind_of_json(line, rest, kind)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments
 from utils.data.tokenizers import load_tokenizer
-from utils.host.foreign import foreign, reason
-from utils.prepare.chat_templates import GENERATION, PROBE, TOOL
+from utils.host.foreign import library_errors, reason
+from utils.prepare.chat_templates import GENERATION, PROBE_LOCATION, TOOL
 from utils.prepare.rows import ChatDocument
 from utils.prepare.tokenization import DocumentTokenizer, TokenizedDocument
 from utils.prepare.work_plan import PreparationPlan
@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 # Chats of one and two turns, without and with tools, to try a template on. Some templates refuse a
 # second turn or a chat without tools, so it is enough that one of these chats can be trained on.
 TURN = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": "reply"}]
-PROBES = tuple(
-    ChatDocument(turns, PROBE, tools)
+PROBE_CHATS = tuple(
+    ChatDocument(turns, PROBE_LOCATION, tools)
     for tools in (None, [TOOL])
     for turns in ([*TURN, *TURN], TURN)
 )
 
 
-def given_tokenizer(
+def load_prepared_tokenizer(
     arguments: PreparationArguments, plan: PreparationPlan
 ) -> "PreTrainedTokenizerBase":
     """Load the tokenizer, add the words in `add_tokens` to it, and set its chat template.
@@ -54,7 +54,7 @@ def given_tokenizer(
     defaults = arguments.chat_template_kwargs or {}
     if plan.needs_chat_template or arguments.chat_template is not None:
         date = plan.settings.template_date
-        with foreign(name, "its chat template cannot be used"):
+        with library_errors(name, "its chat template cannot be used"):
             attach_template(tokenizer, arguments.chat_template, date, defaults)
             for rows in plan.settings.sources:
                 _warn_of_unread(tokenizer, rows.chat_template_kwargs or {})
@@ -87,7 +87,7 @@ def attach_template(
     tokenizer is not fast.
     """
     if template_file is not None:
-        with foreign(template_file, "cannot be read"):
+        with library_errors(template_file, "cannot be read"):
             tokenizer.chat_template = Path(template_file).read_text(encoding="utf-8")
     if tokenizer.chat_template is None:
         raise ConfigurationError(
@@ -110,7 +110,7 @@ def attach_template(
         raise ConfigurationError(
             f"{origin} cannot be trained with: {reason(problem)}. {_template_advice(tokenizer)}"
         ) from problem
-    if masks_from(tokenizer) == "derived":
+    if loss_mask_origin(tokenizer) == "derived":
         logger.info(
             "loss masks: %s has no {%% generation %%} markers, so what the assistant says is "
             "derived from its renderings, and checked for every chat",
@@ -161,7 +161,7 @@ def _warn_of_unread(tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str
 
 def _tokenize_probe(tokenizer: "PreTrainedTokenizerBase") -> TokenizedDocument:
     """Tokenize the first test chat (PROBES) that can be trained on. Raises ValueError if none."""
-    found = DocumentTokenizer(tokenizer)(PROBES)
+    found = DocumentTokenizer(tokenizer)(PROBE_CHATS)
     trained = (probe for probe in found if isinstance(probe, TokenizedDocument))
     if (probe := next(trained, None)) is None:
         raise ValueError(str(found[0]))
@@ -184,7 +184,7 @@ def _template_advice(tokenizer: "PreTrainedTokenizerBase") -> str:
     )
 
 
-def masks_from(tokenizer: "PreTrainedTokenizerBase") -> str:
+def loss_mask_origin(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return the origin of loss masks: "template" ({% generation %} markers) or "derived".
 
     "derived" means that renderings of the chat are compared (see chat_turns.py).

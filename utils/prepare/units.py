@@ -36,7 +36,7 @@ from utils.prepare.tokenization import (
     TokenizedDocument,
     token_features,
 )
-from utils.prepare.values import ASSISTANT, FILTERED, NOTHING, OVERLONG, REPAIR, BadRow
+from utils.prepare.values import ASSISTANT, EMPTY_VALUES, FILTERED, OVERLONG, REPAIR, BadRow
 from utils.prepare.work_plan import VALIDATION, UnitSettings, WorkUnit
 from utils.prepare.workspace import EXAMPLES_KEPT, UnitCounts, Workspace
 
@@ -49,7 +49,7 @@ DOCUMENTS_PER_BATCH = 256
 CHARACTERS_PER_BATCH = 1 << 20
 WEIGHT_KEY = 1 << 64  # added to the seed: draw extra copies independently of validation
 SECONDS_BETWEEN_LINES = 10.0
-CUT_TO_NOTHING = "truncated_without_loss"
+TRUNCATED_WITHOUT_LOSS = "truncated_without_loss"
 SHORTEN = "raise --sequence_length, or choose --on_overlong truncate or drop"
 # Bytes that one process tokenizes while a worker process starts.
 LEAST_BYTES_A_WORKER = {"gigatoken": 64 << 20, "tokenizers": 4 << 20}
@@ -270,7 +270,7 @@ class UnitWorker:
         """
         is_long = row.reason == OVERLONG
         setting = self.settings.on_overlong if is_long else self.settings.on_bad_row
-        stops = setting == "error" and row.reason not in (FILTERED, CUT_TO_NOTHING)
+        stops = setting == "error" and row.reason not in (FILTERED, TRUNCATED_WITHOUT_LOSS)
         counts.drop(row, (SHORTEN if is_long else REPAIR) if stops else "")
 
     def _limit_length(
@@ -292,7 +292,7 @@ class UnitWorker:
         shortened = tokenized.truncated(limit)
         if not shortened.has_target:
             message = f"{too_long}, and none of its first {limit} is trained on"
-            return BadRow(CUT_TO_NOTHING, message, document.location)
+            return BadRow(TRUNCATED_WITHOUT_LOSS, message, document.location)
         counts.notes["truncated"] += 1
         return shortened
 
@@ -313,7 +313,7 @@ def read_documents(
             if isinstance(record, BadRow):
                 yield record
                 continue
-            filled = (name for name, value in record.fields.items() if value not in NOTHING)
+            filled = (name for name, value in record.fields.items() if value not in EMPTY_VALUES)
             unread.update(f"column {name}" for name in {*filled, *record.left_out} - read_columns)
             yield parse_document(record, rows)
 

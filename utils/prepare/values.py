@@ -20,7 +20,7 @@ MEDIA_KINDS = ("image", "video", "audio")
 MEDIA = tuple(
     kind + suffix for kind in MEDIA_KINDS for suffix in ("", "s", "_path", "_paths", "_file")
 )
-NOTHING: tuple[Any, ...] = (None, "", [], {})
+EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
 MASKS = ("assistant_masks", "completion_mask")
 # Windows line ends, control and zero-width characters, traces of wrong decoding or of HTML.
 ODD_CHARACTERS = re.compile(
@@ -112,13 +112,13 @@ class UnusableRowError(ValueError):
         return BadRow(self.reason, str(self), location)
 
 
-def wrong_type(what: str, wanted: str, value: Any) -> UnusableRowError:
+def wrong_type_error(what: str, wanted: str, value: Any) -> UnusableRowError:
     """Return the error "WHAT must be WANTED, found TYPE", where TYPE is the type of `value`."""
     message = f"{what} must be {wanted}, found {type(value).__name__}"
     return UnusableRowError("wrong_type", message)
 
 
-def given_twice(where: str, *names: str) -> UnusableRowError:
+def duplicate_keys_error(where: str, *names: str) -> UnusableRowError:
     """Return the error for a message that has the same content under two keys (`names`)."""
     problem = f"{where} has {' and '.join(map(repr, names))}: keep one of them"
     return UnusableRowError("wrong_type", problem)
@@ -133,7 +133,7 @@ def as_json(where: str, result: Any) -> str:
         raise UnusableRowError("not_text", problem) from error
 
 
-def thought_text(said: Any) -> Any:
+def join_text_parts(said: Any) -> Any:
     """Join a list of texts or text parts (Mistral, OpenAI). Return other values unchanged."""
     if not isinstance(said, list):
         return said
@@ -160,7 +160,7 @@ def check_text(what: str, text: Any) -> None:
     if isinstance(text, bytes):  # Arrow's bytes that records.py could not decode as UTF-8
         raise UnusableRowError("invalid_utf8", f"{what} is not UTF-8")
     if not isinstance(text, str):
-        raise wrong_type(what, "a string", text)
+        raise wrong_type_error(what, "a string", text)
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -174,13 +174,13 @@ def tools_of(column: str, value: Any) -> list[Any] | None:
     column: the column's name in errors. Raises UnusableRowError if `value` is no list of JSON
     schemas.
     """
-    tools = decoded(value)
+    tools = parse_json_string(value)
     if not tools or (isinstance(tools, str) and not tools.strip()):
         return None
     found = []
-    for item in map(decoded, tools if isinstance(tools, list) else [tools]):
+    for item in map(parse_json_string, tools if isinstance(tools, list) else [tools]):
         if not isinstance(item, Mapping):
-            raise wrong_type(column, "a list of JSON schemas", value)
+            raise wrong_type_error(column, "a list of JSON schemas", value)
         tool = dict(item)
         if "input_schema" in tool and "parameters" not in tool:  # Anthropic
             tool = {"parameters" if key == "input_schema" else key: tool[key] for key in tool}
@@ -188,7 +188,7 @@ def tools_of(column: str, value: Any) -> list[Any] | None:
             tool = {"type": "function", "function": tool}
         function = tool.get("function")
         if isinstance(function, Mapping) and "parameters" in function:
-            function = {**function, "parameters": decoded(function["parameters"])}
+            function = {**function, "parameters": parse_json_string(function["parameters"])}
             tool = {**tool, "function": function}
         found.append(tool)
     return found
@@ -199,13 +199,13 @@ def read_segments(column: str, fields: Mapping[str, Any]) -> Pieces:
 
     column: the column's name in errors. Raises UnusableRowError for malformed segments.
     """
-    segments = decoded(fields["segments"])
+    segments = parse_json_string(fields["segments"])
     if not isinstance(segments, list) or not segments:
-        raise wrong_type(column, "a list of {label: true or false, text: ...}", segments)
+        raise wrong_type_error(column, "a list of {label: true or false, text: ...}", segments)
     for number, each in enumerate(segments):
         where = f"segment {number} of {column}"
         if not isinstance(each, Mapping) or not isinstance(each.get("label"), bool):
-            raise wrong_type(where, "{label: true or false, text: ...}", each)
+            raise wrong_type_error(where, "{label: true or false, text: ...}", each)
         check_text(f"'text' of {where}", each.get("text"))
     if not any(each["label"] and each["text"].strip() for each in segments):
         problem = f"empty document: no segment of {column} with label true has a text"
@@ -239,7 +239,7 @@ def read_tokens(column: str, fields: Mapping[str, Any]) -> Pieces:
     return [([token for _, token in run], is_trained) for is_trained, run in runs]
 
 
-def decoded(value: Any) -> Any:
+def parse_json_string(value: Any) -> Any:
     """Return the object or list in a JSON string. Return any other value unchanged.
 
     Python's notation ({'a': None}) is also decoded, because pandas writes it into CSV files.
@@ -275,7 +275,7 @@ def renamed_message(given: Any, names: Sequence[tuple[str, str]]) -> Any:
 
     names: pairs (name in the file, our name).
     """
-    message = decoded(given) if names else given
+    message = parse_json_string(given) if names else given
     if not names or not isinstance(message, Mapping):
         return given
     roles = {theirs: ours for theirs, ours in names if ours in MESSAGE_ROLES}
@@ -288,7 +288,11 @@ def renamed_message(given: Any, names: Sequence[tuple[str, str]]) -> Any:
 
 def refuse_media(where: str, fields: Mapping[str, Any]) -> None:
     """Raise UnusableRowError for images, video or audio. where: the fields' name in the error."""
-    if media := [name for name in fields if name in MEDIA and decoded(fields[name]) not in NOTHING]:
+    if media := [
+        name
+        for name in fields
+        if name in MEDIA and parse_json_string(fields[name]) not in EMPTY_VALUES
+    ]:
         message = (
             f"{where} has {', '.join(map(repr, media))}: text alone is trained on; remove what the "
             "text can do without"

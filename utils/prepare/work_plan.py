@@ -20,18 +20,18 @@ import pyarrow as pa
 
 from utils.config.errors import ConfigurationError
 from utils.config.own_code import sha256_of
-from utils.config.preparation import TRAIN, VALIDATION, PreparationArguments, Source, sources_of
+from utils.config.preparation import TRAIN, VALIDATION, PreparationArguments, Source, parse_sources
 from utils.data.arrow_columns import schema_problems
 from utils.host.atomic_files import from_here
-from utils.prepare.hints import absent_columns, misreading, naming_hint
+from utils.prepare.hints import absent_columns, naming_hint, unsuitable_reason
 from utils.prepare.hub_datasets import HubCache, cached_files
 from utils.prepare.records import FilePart, converter, cut_file, read_records
 from utils.prepare.rows import (
     DOCUMENT_FORMATS,
-    NEEDED,
+    REQUIRED_COLUMNS,
     RowSettings,
+    becomes_chat,
     detect_formats,
-    holds_chats,
     parse_document,
 )
 from utils.prepare.source_files import Remarks, SourceFile, list_sources
@@ -178,7 +178,7 @@ def _find_sources(
         remarks.problems.append(f"chat_template: {arguments.chat_template}: no such file")
     found = []
     owner: dict[str, Source] = {}
-    for source in sources_of(arguments):
+    for source in parse_sources(arguments):
         paths, hub_files = cached_files(cache, source, remarks)
         split, is_named = source.from_split or source.split, source.from_split is not None
         files, list_remarks = list_sources(paths, source.format, split, is_named=is_named)
@@ -279,7 +279,7 @@ def _decide_formats(
             continue
         settings.append(rows)
         decided_by = decided_by or str(record.location)
-        chats = holds_chats(renamed(record.fields, source.columns), rows.row_format)
+        chats = becomes_chat(renamed(record.fields, source.columns), rows.row_format)
         is_chat |= chats
         if source.chat_template_kwargs and not chats:
             remarks.problems.append(
@@ -331,7 +331,7 @@ def _check_first_rows(first: Record, others: Iterator[Record | BadRow], rows: Ro
         fault = fault or f"{document}; {REPAIR}"
     found = detect_formats(renamed(first.fields, rows.columns))
     if found and rows.row_format not in found:
-        needed = " and ".join(map(rows.name_of, NEEDED[rows.row_format]))
+        needed = " and ".join(map(rows.name_of, REQUIRED_COLUMNS[rows.row_format]))
         fault = f"{first.location}: the format {rows.row_format} needs {needed}; it looks like "
         fault += f"{found[0]}: --format {found[0]}"
     raise ConfigurationError(fault)
@@ -362,7 +362,7 @@ def _row_format(record: Record, source: Source, wanted: str) -> str:
             f"{where}: --columns names {', '.join(absent)}, which this record does not have "
             f"(columns: {shown})"
         )
-    formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in NEEDED.items())
+    formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in REQUIRED_COLUMNS.items())
     raise ConfigurationError(
         f"{where}: no known format (columns: {shown or 'none'}): {naming_hint(record.fields)}. "
         f"Without --columns a record needs: {formats}"
@@ -374,10 +374,10 @@ def _check_first_record(
 ) -> None:
     """Add a log line to `remarks` with the used and unused columns of a source's first record.
 
-    Raises ConfigurationError if training would misread the columns (see `misreading`).
+    Raises ConfigurationError if training would misread the columns (see `unsuitable_reason`).
     """
     path = record.location.path
-    problems = list(filter(None, [misreading(record.fields, source)]))
+    problems = list(filter(None, [unsuitable_reason(record.fields, source)]))
     if rows.row_format == "tokens":
         problems += schema_problems(renamed(record.fields, source.columns))
     systems = [name for name, ours in source.columns if ours == "system" and name in record.fields]

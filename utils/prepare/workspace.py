@@ -31,10 +31,10 @@ _OWN_FILES = re.compile(
     r"\w+/(data-[\w-]+\.arrow|(stoker|state|dataset_info)\.json)|tokenizer/.*|\.shards.*"
     r"|.*\.partial(/.*)?|\w+/\..*\.json\..*\.tmp|\.append.*"
 )
-SETTINGS = "settings.json"
+SETTINGS_FILE = "settings.json"
 EXAMPLES_KEPT = 10
 # Counts of unusual documents: the name of each count and its line in the log.
-NOTES = {
+NOTE_TEXTS = {
     "truncated": "documents were cut to sequence_length",
     "capped": "texts were cut to max_tokens of their source",
     "prompt_words_in_completions": "completions begin in the middle of a token, which is trained "
@@ -112,7 +112,7 @@ class UnitCounts:
 def commits_begun_with(output_dir: Path) -> dict[str, str]:
     """Return {NAME@REVISION: commit} of the Hub datasets that earlier work in output_dir used."""
     with suppress(OSError, ValueError):
-        settings = json.loads((output_dir / WORKSPACE / SETTINGS).read_text(encoding="utf-8"))
+        settings = json.loads((output_dir / WORKSPACE / SETTINGS_FILE).read_text(encoding="utf-8"))
         return dict(settings.get("hub", {}))
     described = read_description(output_dir / TRAIN)
     return dict(described.preparation.get("sources", {}).get("hub", {})) if described else {}
@@ -208,7 +208,7 @@ class Workspace:
         """
         if self.replaced and not self.root.exists():
             shutil.rmtree(self.output_dir, ignore_errors=True)  # left by a killed --overwrite
-        settings = self.root / SETTINGS
+        settings = self.root / SETTINGS_FILE
         hub = {"hub": dict(self.commits)} if self.commits else {}
         content = json.dumps({"digest": self.digest, **hub}, indent=1)
         if settings.exists():

@@ -23,7 +23,7 @@ from utils.checkpoints.discovery import how_to_rewrite
 from utils.checkpoints.files import FINAL, PROCESSOR_FILES, readable
 from utils.config.errors import ConfigurationError
 from utils.host.atomic_files import paths_inside
-from utils.host.foreign import foreign, read_object
+from utils.host.foreign import library_errors, read_object
 from utils.host.hub import upload_fault
 from utils.host.redaction import load_env_file, redact
 from utils.launch.script import configure_logging, run_script
@@ -31,7 +31,7 @@ from utils.launch.script import configure_logging, run_script
 logger = logging.getLogger(__name__)
 
 CARD = "README.md"
-ADAPTER = "adapter"
+ADAPTER_FOLDER = "adapter"
 RESULTS = "lm_eval.json"
 ADAPTER_CONFIG = "adapter_config.json"
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+|[\w-]+")
@@ -44,7 +44,7 @@ TEXTS = (
 ALLOWED = (*TEXTS, "*.safetensors", "tokenizer.model", "spiece.model")
 # An upload also deletes old weight files on the Hub. If an old single file stayed there,
 # transformers would load this file instead of the new sharded weights.
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 TOKENS_PAGE = "https://huggingface.co/settings/tokens"
 NO_TOKEN = (
     f"no token of the Hub: make one with write access ({TOKENS_PAGE}) and put it into .env as "
@@ -82,7 +82,7 @@ def files_to_publish(
     Log this list. name: the model's name on the Hub. Raises ConfigurationError for an invalid name,
     an unfinished run, a secret in a file, or an adapter whose base model has no name on the Hub.
     """
-    directory = run / (ADAPTER if adapter else FINAL)
+    directory = run / (ADAPTER_FOLDER if adapter else FINAL)
     for hub_name in filter(None, (name, base_model)):
         _check_hub_name(hub_name)
     if not directory.is_dir():
@@ -96,10 +96,10 @@ def files_to_publish(
     files: dict[str, Path | bytes] = {name: directory / name for name in allowed}
     problem = f"it cannot be published{how_to_rewrite(directory)}"
     if CARD in files:
-        with foreign(directory / CARD, problem):
+        with library_errors(directory / CARD, problem):
             files[CARD] = _card_text(run, directory, name, base_model).encode()
     if adapter:
-        with foreign(directory / ADAPTER_CONFIG, problem):
+        with library_errors(directory / ADAPTER_CONFIG, problem):
             files[ADAPTER_CONFIG] = _adapter_config(directory, base_model).encode()
     problems = []
     for file in (file for file in allowed if _matches(file, TEXTS)):
@@ -148,7 +148,9 @@ def upload(files: Mapping[str, Path | bytes], name: str, *, private: bool) -> st
             logger.warning("%s is there already and stays %s", url, visible)
         logger.info("uploading to %s (%s)", url, visible)
         remote_files = [file.rfilename for file in info.siblings or []]
-        stale = [file for file in remote_files if _matches(file, WEIGHTS) and file not in files]
+        stale = [
+            file for file in remote_files if _matches(file, WEIGHT_PATTERNS) and file not in files
+        ]
         operations: list[Any] = [CommitOperationDelete(file) for file in stale]
         operations += [
             CommitOperationAdd(path, file if isinstance(file, bytes) else str(file))
@@ -193,11 +195,13 @@ def _card_text(run: Path, directory: Path, name: str, base_model: str | None) ->
     if base_model is not None:
         card = ModelCard(text, ignore_metadata_errors=True)
         card.data["base_model"] = base_model
-        card.data["base_model_relation"] = "adapter" if directory.name == ADAPTER else "finetune"
+        card.data["base_model_relation"] = (
+            "adapter" if directory.name == ADAPTER_FOLDER else "finetune"
+        )
         text = str(card).replace("vllm serve BASE ", f"vllm serve {base_model} ")
         text = text.replace('("BASE", ', f'("{base_model}", ')
     if directory.name == FINAL and (run / RESULTS).is_file():
-        with foreign(run / RESULTS, "these are no results of lm_eval", "Evaluate again."):
+        with library_errors(run / RESULTS, "these are no results of lm_eval", "Evaluate again."):
             lines = "\n".join(_benchmark_lines(read_object(run / RESULTS)))
         text = f"{text.rstrip()}\n\n## Benchmarks\n\n{lines}\n"
     return text

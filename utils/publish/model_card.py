@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from utils.checkpoints.files import CONFIG, FINAL
 from utils.checkpoints.record import RunRecord, settings_in_force
 from utils.config.arguments import train_sources
-from utils.config.declarations import NOTHING, shown
+from utils.config.declarations import EMPTY_DEFAULTS, shown
 from utils.data.token_dataset import TokenDataset
 from utils.host.foreign import read_object
 from utils.host.journal_file import duration, read_journal
@@ -24,7 +24,7 @@ from utils.publish.hub import ADAPTER_CONFIG, CARD, HUB_NAME
 
 LICENSE = ("license", "license_name", "license_link")
 # Settings that affect the results. The card shows each of these settings that is set.
-SETTINGS = (
+LISTED_SETTINGS = (
     "sequence_length", "packing", "on_overlong", "global_batch_size", "batch_warmup",
     "max_steps",
     "num_train_epochs", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
@@ -91,7 +91,7 @@ def license_of(card: Path) -> dict[str, Any]:
     return {name: facts[name] for name in LICENSE if facts.get(name)}
 
 
-def hub_dataset(path: str) -> str | None:
+def hub_name_of_source(path: str) -> str | None:
     """Return the Hub name of the dataset to which a source file belongs; None if unknown."""
     if found := _HUB_URL.match(path):
         return found[1]
@@ -137,7 +137,7 @@ class RunCard:
         return ModelCardData(
             base_model=self.base,
             base_model_relation=self.base and ("adapter" if self.is_adapter else "finetune"),
-            datasets=sorted(set(filter(None, map(hub_dataset, paths)))) or None,
+            datasets=sorted(set(filter(None, map(hub_name_of_source, paths)))) or None,
             library_name="peft" if self.is_adapter else "transformers",
             pipeline_tag="text-generation",
             tags=["stoker", kind, *(["lora"] if self.settings.get("use_peft") else [])],
@@ -157,7 +157,9 @@ class RunCard:
         for (path, weight), dataset in zip(weights.items(), self.data, strict=True):
             counts, files = dataset.description.statistics, _source_files(dataset)
             share = counts.loss_tokens / max(counts.tokens, 1)
-            names = list(dict.fromkeys(hub_dataset(each) or Path(each).name for each in files))
+            names = list(
+                dict.fromkeys(hub_name_of_source(each) or Path(each).name for each in files)
+            )
             sources = ", ".join(f"`{each}`" for each in names[:SOURCES_SHOWN]) or "not known"
             more = len(names) - SOURCES_SHOWN
             yield (
@@ -168,10 +170,10 @@ class RunCard:
         yield "\n## Training\n"
         yield from _figures_table(self.run, self.step, self.start["launch"])
         yield "\n| setting | value |\n|---|---|"
-        for key in SETTINGS:
+        for key in LISTED_SETTINGS:
             moot = key.startswith(("lora_", "use_")) and not self.settings.get("use_peft")
             moot |= key == "num_train_epochs" and self.settings.get("max_steps", -1) > 0
-            if not moot and (key == "seed" or self.settings.get(key) not in NOTHING):
+            if not moot and (key == "seed" or self.settings.get(key) not in EMPTY_DEFAULTS):
                 yield f"| `{key}` | {shown(self.settings[key])} |"
         git = self.start.get("git") or {"commit": "unknown", "dirty": False}
         changed = ", with changed files," if git["dirty"] else ""

@@ -18,26 +18,26 @@ from utils.checkpoints.discovery import how_to_rewrite, resume_point
 from utils.checkpoints.files import FINAL
 from utils.checkpoints.record import RunRecord
 from utils.config.errors import ConfigurationError, did_you_mean
-from utils.host.foreign import RENDERING_BYTES, foreign, limits, read_object
-from utils.host.hub import settle_connection
+from utils.host.foreign import RENDERING_BYTES, library_errors, read_object, resource_limits
+from utils.host.hub import use_cache_if_offline
 from utils.host.redaction import redact
 from utils.model.adapters import load_adapter
 from utils.model.architecture import (
     accept_xlstm_kernels,
     causal_lm_class,
-    check_room,
+    check_memory_room,
     choose_xlstm_kernels,
     without_weights,
 )
 from utils.model.finished_model import check_token_ids
 from utils.model.weights import check_without_loading
-from utils.prepare.chat_templates import PROBE, ChatTemplate
+from utils.prepare.chat_templates import PROBE_LOCATION, ChatTemplate
 from utils.prepare.encoding import prompt_ids
 from utils.prepare.rows import ChatDocument
 from utils.prepare.tokenizer import end_of_turn_id
 
-COMMANDS = "/reset forgets the conversation, /system TEXT sets its system text, /quit leaves"
-ADAPTER = "adapter_config.json"
+COMMANDS_HELP = "/reset forgets the conversation, /system TEXT sets its system text, /quit leaves"
+ADAPTER_FILE = "adapter_config.json"
 # Default limits, which a flag or the model can override. On a CPU 2,048 tokens take minutes.
 MAX_NEW_TOKENS, MAX_NEW_TOKENS_ON_CPU = 2048, 512
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
@@ -60,7 +60,7 @@ def find_model(name: str) -> str:
                 "output_dir), of a model or of an adapter, or a model's name on the Hub."
             )
         return name
-    if any((directory / file).is_file() for file in ("config.json", ADAPTER)):
+    if any((directory / file).is_file() for file in ("config.json", ADAPTER_FILE)):
         return name
     if (directory / FINAL).is_dir():
         return str(directory / FINAL)
@@ -70,10 +70,13 @@ def find_model(name: str) -> str:
         raise ConfigurationError(
             f"{found} holds the weights in shards, a part for each rank: wait for {FINAL}/."
             if found
-            else f"{name} holds no model (config.json), no adapter ({ADAPTER}) and no run with "
-            f"{FINAL}/ or a committed checkpoint; `touch {directory / 'SAVE'}` asks a run for one."
+            else f"{name} holds no model (config.json), no adapter ({ADAPTER_FILE}) and no run "
+            f"with {FINAL}/ or a committed checkpoint; `touch {directory / 'SAVE'}` asks a run for "
+            "one."
         )
-    say(f"{name} has no {FINAL}/ yet: {found.name}, its newest committed checkpoint, answers.")
+    print_note(
+        f"{name} has no {FINAL}/ yet: {found.name}, its newest committed checkpoint, answers."
+    )
     return str(found)
 
 
@@ -84,13 +87,13 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
     the argument of from_pretrained. Raises ConfigurationError if a file is missing or unreadable.
     """
     base, config = path, {}
-    settle_connection(path)
-    with foreign(path, f"the model cannot be loaded{how_to_rewrite(path)}"):
+    use_cache_if_offline(path)
+    with library_errors(path, f"the model cannot be loaded{how_to_rewrite(path)}"):
         if adapter := find_adapter_config_file(path):
             config = read_object(Path(adapter))
             base = find_model(config["base_model_name_or_path"])
-            say(f"{path} is an adapter of {base}.")
-            settle_connection(base)
+            print_note(f"{path} is an adapter of {base}.")
+            use_cache_if_offline(base)
         lacks_tokenizer = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
         tokenizer = AutoTokenizer.from_pretrained(
             base if lacks_tokenizer else path, padding_side="left", trust_remote_code=False
@@ -103,7 +106,7 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
         if not hasattr(model_config, "quantization_config"):  # else its tensors have other shapes
             check_without_loading(base, exact=False, config=model_config)
             weights = meta_model.num_parameters() * getattr(model_config.dtype, "itemsize", 4)
-            check_room(weights if device == "cpu" else 0, f"{base}: its weights take")
+            check_memory_room(weights if device == "cpu" else 0, f"{base}: its weights take")
         loaded: Any = causal_lm_class(model_config).from_pretrained(
             base, config=model_config, dtype=dtype, device_map=device, output_loading_info=True
         )
@@ -159,7 +162,7 @@ class ChatModel:
         known = settings.eos_token_id
         end_ids = [*(known if isinstance(known, list) else [known]), self.tokenizer.eos_token_id]
         if templated:  # checkpoints do not list the token that ends a turn
-            slow = limits(f"{self.path}: its chat template", RENDERING_BYTES)
+            slow = resource_limits(f"{self.path}: its chat template", RENDERING_BYTES)
             with slow, contextlib.suppress(Exception):  # some templates do not work in training
                 end_ids.append(end_of_turn_id(self.tokenizer))
         settings.eos_token_id = list(dict.fromkeys(end for end in end_ids if end is not None))
@@ -175,7 +178,7 @@ class ChatModel:
             settings.top_p = given.top_p or settings.top_p
         if not settings.do_sample:
             settings.update(**dict.fromkeys(SAMPLING))
-        say(
+        print_note(
             f"{self.path}: {self.model.num_parameters() / 1e6:,.1f} M parameters, "
             f"{self.model.dtype} on {self.model.device}; "
             f"{'sampled' if settings.do_sample else 'greedy'}; at most "
@@ -190,9 +193,9 @@ class ChatModel:
         """
         problem = f"{messages[-1]['content']!r:.40} cannot be asked"
         if self.template is not None:
-            with foreign(self.path, f"{problem}, its chat template refuses it"):
+            with library_errors(self.path, f"{problem}, its chat template refuses it"):
                 adapted = self.template.adapted(messages)
-                chat = ChatDocument(adapted, PROBE, None, self.variables)
+                chat = ChatDocument(adapted, PROBE_LOCATION, None, self.variables)
                 return self.template.render(chat, True)
         if len(messages) > 1 or self.variables:
             raise ConfigurationError(
@@ -223,7 +226,7 @@ class ChatModel:
         printer = Printer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.interrupted = False
         try:
-            with foreign(self.path, "the model does not generate"):
+            with library_errors(self.path, "the model does not generate"):
                 output = self.model.generate(
                     **inputs.to(self.model.device), max_new_tokens=room, streamer=printer
                 )[0, len(ids) :]
@@ -231,13 +234,13 @@ class ChatModel:
                 limit = f"--max_new_tokens {2 * most} allows more"
                 if room < most:
                     limit = f"the model has {positions:,} positions, /reset forgets earlier ones"
-                say(f"[not finished after {len(output):,} tokens: {limit}]")
+                print_note(f"[not finished after {len(output):,} tokens: {limit}]")
             if not printer.text.strip():
-                say("[the answer is empty: the model ended at once]")
+                print_note("[the answer is empty: the model ended at once]")
         except KeyboardInterrupt:
             self.interrupted = True
             printer.end()
-            say("[not finished: Ctrl-C]")
+            print_note("[not finished: Ctrl-C]")
         except torch.OutOfMemoryError as error:
             raise ConfigurationError(
                 "out of GPU memory: a smaller --max_new_tokens, or --device auto."
@@ -258,7 +261,9 @@ def talk(model: ChatModel, system: str | None) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - lines can be edited and recalled
 
-    say(f"{COMMANDS}; Ctrl-C ends an answer, or the chat" if model.template else "/quit leaves")
+    print_note(
+        f"{COMMANDS_HELP}; Ctrl-C ends an answer, or the chat" if model.template else "/quit leaves"
+    )
     signal.signal(signal.SIGINT, signal.default_int_handler)  # each Ctrl-C ends one answer
     messages = opening(system)
     while True:
@@ -271,7 +276,7 @@ def talk(model: ChatModel, system: str | None) -> None:
                 system = rest if command == "/system" else system
                 messages = opening(system)
             elif re.fullmatch("/[a-z]+", command):
-                say(f"{command} is no command: {COMMANDS}")
+                print_note(f"{command} is no command: {COMMANDS_HELP}")
             elif text:
                 question = [*messages, {"role": "user", "content": text}]
                 answer = model.answer(question)
@@ -280,10 +285,10 @@ def talk(model: ChatModel, system: str | None) -> None:
         except EOFError:
             return
         except ValueError as error:
-            say(str(error))
+            print_note(str(error))
 
 
-def say(text: str) -> None:
+def print_note(text: str) -> None:
     """Write a line to stderr. Only answers go to stdout."""
     sys.stderr.write(f"{redact(text)}\n")
     sys.stderr.flush()

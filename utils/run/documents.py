@@ -19,7 +19,7 @@ import torch
 from utils.checkpoints.record import settings_in_force
 from utils.config.arguments import DataArguments, batch_sizes, train_sources
 from utils.config.errors import ConfigurationError
-from utils.config.raw_data import take_out_raw
+from utils.config.raw_data import replace_raw_files
 from utils.data.arrow_columns import data_files
 from utils.data.loader import PackedDataset
 from utils.data.order import GlobalBatchSampler
@@ -30,7 +30,7 @@ from utils.host.journal_file import printable, strict_json
 from utils.observe.history import History, read_run
 from utils.plan.run_data import pack, sample_order
 from utils.prepare.values import LOCATIONS, Location, unpack_locations
-from utils.run.chat import load, say
+from utils.run.chat import load, print_note
 
 TEXT_LENGTH = 160  # characters of a text
 # A part of a document: its JSON line, its token ids, and a mask of the tokens trained on.
@@ -54,14 +54,14 @@ def show_step(run: Path, steps: str, as_json: bool, with_loss: bool) -> str:
     lines = [row for row, *_ in parts]
     for dataset in {row["dataset"] for row in lines}:
         documents = [row for row in lines if row["dataset"] == dataset]
-        sources = sources_of(Path(dataset), [row["document"] for row in documents])
+        sources = source_locations(Path(dataset), [row["document"] for row in documents])
         for row in documents:
             row["source"] = sources.get(row["document"])
     # NaN comes first, because min(infinity, NaN) returns infinity. None comes last.
     lines.sort(key=lambda row: (row["loss"] is None, -min(math.inf, row["loss"] or 0.0)))
     head = printable(f"{run}, step {steps}: {len(parts):,} documents, {losses}")
     if as_json:
-        say(head)
+        print_note(head)
         return "\n".join(map(strict_json, lines))
     return "\n".join([head, *map(_document_text, lines)])
 
@@ -114,7 +114,7 @@ def _open_data(history: History, start: int) -> tuple[PackedDataset, GlobalBatch
     settings, entry = settings_in_force(history.path, entries), entries[-1] if entries else {}
     names = {each.name for each in dataclasses.fields(DataArguments)} & settings.keys()
     arguments = DataArguments(**{name: settings[name] for name in names})
-    data, _ = take_out_raw(arguments, str(settings["output_dir"]))
+    data, _ = replace_raw_files(arguments, str(settings["output_dir"]))
     recorded = (entry.get("data") or {}).get("train") or []
     datasets = [open_token_dataset(each, known=recorded) for each in train_sources(data.train_data)]
     if recorded and [each.description.fingerprint for each in datasets] != recorded:
@@ -132,7 +132,7 @@ def _open_data(history: History, start: int) -> tuple[PackedDataset, GlobalBatch
     return rows, sampler, load_tokenizer(str(name or settings.get("model_name_or_path")))
 
 
-def sources_of(dataset: Path, documents: Iterable[int]) -> dict[int, str]:
+def source_locations(dataset: Path, documents: Iterable[int]) -> dict[int, str]:
     """Return {document: text with the source file and the line or row}.
 
     documents: indices into `dataset`. Documents without a recorded source are left out.
@@ -173,7 +173,7 @@ def _add_losses(history: History, step: int, parts: Sequence[Part]) -> str:
         return f"no losses: {checkpoint.name} holds the weights in shards, a part for each rank"
     try:
         model, _ = load(str(checkpoint), None, "auto")
-        say(f"computing {len(parts):,} losses on {model.device} (--no_loss prints without)")
+        print_note(f"computing {len(parts):,} losses on {model.device} (--no_loss prints without)")
         for row, ids, targets in parts:
             row["loss"] = _document_loss(model, ids, targets)
     except (ConfigurationError, MemoryError, torch.OutOfMemoryError) as error:

@@ -23,12 +23,12 @@ from utils.checkpoints.files import FINAL
 from utils.data.tokenizers import without_training_marks
 from utils.model.architecture import is_multimodal
 from utils.model.finished_model import (
-    name_of,
+    dtype_name,
     set_generation_settings,
     write_processor_files,
 )
 from utils.model.weights import dequantized, packed_layers
-from utils.publish.hub import ADAPTER, CARD
+from utils.publish.hub import ADAPTER_FOLDER, CARD
 from utils.publish.model_card import RunCard, shown_name
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def export_final(trainer: Any, dtype: torch.dtype) -> None:
         if isinstance(model, PeftModel):
             trained = {name for name, value in model.named_parameters() if value.requires_grad}
             adapters = {name: state[name] for name in trained}
-            with _export_directory(output_dir / ADAPTER, trainer) as partial:
+            with _export_directory(output_dir / ADAPTER_FOLDER, trainer) as partial:
                 model.save_pretrained(str(partial), state_dict=adapters)
             model, state = merged_model(model, state, dtype)
         else:
@@ -161,7 +161,7 @@ def _save_model(
     config: Any = copy.deepcopy(model.config)
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if part is not None:
-            part.dtype = name_of(dtype)
+            part.dtype = dtype_name(dtype)
     config.save_pretrained(str(directory))
 
 

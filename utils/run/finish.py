@@ -29,7 +29,7 @@ from utils.data.loader import source_names
 from utils.host.run_lock import leave_run_lock, wait_until_left
 from utils.launch.processes import LaunchFacts
 from utils.launch.verdict import leave_verdict
-from utils.model.finished_model import name_of
+from utils.model.finished_model import dtype_name
 from utils.observe.hours import end_of_budget
 from utils.observe.page import FILE_NAME, log_next_step, write_at_the_end
 from utils.plan.run_data import RunData
@@ -46,7 +46,9 @@ from utils.training.trainer import PackedTrainer
 
 logger = logging.getLogger(__name__)
 
-SPENT = -1  # finish_run returns this if max_gpu_hours ended the run. The process exits with DONE.
+GPU_HOURS_SPENT = (
+    -1
+)  # finish_run returns this if max_gpu_hours ended the run. The process exits with DONE.
 
 
 def run_callbacks(
@@ -147,14 +149,16 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
             most = trainer.settings.run.max_gpu_hours
             reason = f"stopped at step {step} {kept}: max_gpu_hours {most:g}"
             leave_verdict(f"{reason}; a larger value continues", ExitCode.DONE)
-        return SPENT
+        return GPU_HOURS_SPENT
     trainer.log_best_checkpoint()
     loaded = trainer.args.load_best_model_at_end and state.best_model_checkpoint
     kept = Path(loaded).name if loaded else f"step {step}"
     if average is not None:
         decay = f"ema_decay {average.decay:g}"
         kept = f"{kept}, averaged ({decay}; checkpoints have the others),"
-    logger.info("%s holds the weights of %s in %s", output_dir / FINAL, kept, name_of(save_dtype))
+    logger.info(
+        "%s holds the weights of %s in %s", output_dir / FINAL, kept, dtype_name(save_dtype)
+    )
     return ExitCode.DONE
 
 
@@ -180,7 +184,7 @@ def leave_run(settings: RunSettings, launch: LaunchFacts, code: int) -> int:
         if launch.rank == 0 and tasks:
             run_or_warn("lm_eval_tasks", evaluate, [str(output_dir), "--tasks", *tasks])
     leave_run_lock(output_dir)
-    code = ExitCode.DONE if code == SPENT else code
+    code = ExitCode.DONE if code == GPU_HOURS_SPENT else code
     if launch.rank == 0 and (code == ExitCode.DONE or "SLURM_JOB_ID" not in os.environ):
         log_next_step(output_dir)  # the job script requeues a stopped job, or says what to do
     return code

@@ -12,8 +12,8 @@ from utils.checkpoints.discovery import (
     LEAST_KEPT,
     committed_checkpoints,
     find_room,
-    free_bytes,
-    most_at_once,
+    free_disk_bytes,
+    max_checkpoints,
 )
 from utils.checkpoints.files import CONFIG, PROVENANCE, REPORT, readable
 from utils.checkpoints.record import RunRecord
@@ -29,7 +29,7 @@ from utils.config.settings import RunSettings
 from utils.host.collectives import gathered, on_every_rank, on_rank_0
 from utils.host.journal_file import FILE_NAME
 from utils.host.machine import host_name
-from utils.host.run_lock import FOLDER
+from utils.host.run_lock import LOCK_FOLDER
 from utils.launch.processes import LaunchFacts
 from utils.observe.history import read_run
 from utils.observe.hours import hours_of
@@ -76,7 +76,7 @@ def check_storage(plan: RunPlan, launch: LaunchFacts) -> None:
     first_ranks = {launch.hosts.index(host) for host in launch.hosts}  # the first of each host
 
     def open_directory() -> tuple[str, str]:
-        room = check_place(plan)
+        room = check_output_room(plan)
         name = MARK + secrets.token_hex(8)
         _append_bytes(output_dir / name)
         return name, room
@@ -104,11 +104,11 @@ def check_directory(output_dir: Path, *, writable: bool = True) -> Path:
     folder = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
     if writable and not os.access(folder, os.W_OK | os.X_OK):
         raise _not_writable_error(output_dir, f"{folder}: permission denied")
-    known_files(output_dir)
+    has_run_files(output_dir)
     return folder
 
 
-def check_place(plan: RunPlan) -> str:
+def check_output_room(plan: RunPlan) -> str:
     """Check that checkpoints fit and that GPU-hours are left. Return a text with the free space.
 
     A new run needs room for all checkpoints that exist at the same time. A resumed run needs room
@@ -121,7 +121,7 @@ def check_place(plan: RunPlan) -> str:
     run_id = RunRecord(output_dir).run_id
     committed = [] if run_id is None else committed_checkpoints(output_dir, run_id)
     if committed and committed[0][1].step >= plan.total_steps:
-        return f"{readable(free_bytes(folder))} free (all checkpoints are there)"
+        return f"{readable(free_disk_bytes(folder))} free (all checkpoints are there)"
     if (most_hours := plan.settings.run.max_gpu_hours) is not None:
         used = hours_of(read_run(output_dir, whole=False))
         if used.total >= most_hours:
@@ -131,11 +131,11 @@ def check_place(plan: RunPlan) -> str:
             )
     count = 1
     if not committed:
-        most = most_at_once(keep, max(1, plan.scheduled_saves))
+        most = max_checkpoints(keep, max(1, plan.scheduled_saves))
         # Without a limit on the number of checkpoints, the user may move some away during the run.
         count = min(most, LEAST_KEPT) if keep is None else most
     find_room(folder, run_id, keep, plan.checkpoint_bytes, count)
-    return f"{readable(free_bytes(folder))} free ({count} more checkpoint(s) needed)"
+    return f"{readable(free_disk_bytes(folder))} free ({count} more checkpoint(s) needed)"
 
 
 def _append_to_mark(mark: Path) -> None:
@@ -173,15 +173,15 @@ def _not_writable_error(output_dir: Path, reason: str) -> StorageError:
     )
 
 
-def known_files(output_dir: Path) -> bool:
+def has_run_files(output_dir: Path) -> bool:
     """Return whether output_dir has a run.
 
     Raises ConfigurationError for files that no run wrote, and for a link in place of a run's file.
     """
     # Do not follow links, because another user may have made this directory. Accept damaged files
     # of a run, because the start restores them.
-    for path in (output_dir / name for name in (CONFIG, PROVENANCE, FILE_NAME, FOLDER)):
-        if path.is_symlink() or (path.name == FOLDER and path.is_file()):
+    for path in (output_dir / name for name in (CONFIG, PROVENANCE, FILE_NAME, LOCK_FOLDER)):
+        if path.is_symlink() or (path.name == LOCK_FOLDER and path.is_file()):
             kind = "a link" if path.is_symlink() else "no folder"
             raise ConfigurationError(
                 f"{path} is {kind}: nothing was read or written there. Put what it stands for in "
@@ -190,7 +190,7 @@ def known_files(output_dir: Path) -> bool:
     if RunRecord(output_dir).exists:
         return True
     names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
-    if FOLDER in names:
+    if LOCK_FOLDER in names:
         names -= {CONFIG, REPORT}  # left by a start that ended before it wrote the rest
     if not foreign_files(output_dir / PREPARED):
         names.discard(PREPARED)  # the data of a run that has not begun

@@ -52,7 +52,7 @@ _SLURM_FIELDS = {
     "restart_count": "SLURM_RESTART_COUNT", "restart_in_job": RESTART_IN_JOB,
     "command": "STOKER_SUBMITTED",
 }  # fmt: skip
-LAUNCHER = "slurm/launch_node.sh"
+LAUNCHER_SCRIPT = "slurm/launch_node.sh"
 
 
 def write_provenance(
@@ -84,7 +84,7 @@ def write_provenance(
             "gpus": sorted({*zip(launch.hosts, launch.gpus, strict=False)}),
             "cpu": cpu_fact("model name"),  # of the first node
             "devices": devices,
-            "launcher": LAUNCHER if NODE_DIR in os.environ else None,
+            "launcher": LAUNCHER_SCRIPT if NODE_DIR in os.environ else None,
         },
         "slurm": slurm and redacted({**slurm, **job_times()}),
         **facts,
@@ -128,16 +128,16 @@ IN_THE_CHECKPOINT = {
     }.items()
     for name in names.split()
 }
-WEIGHTS = ("model_name_or_path", "init_from")
+WEIGHT_SETTINGS = ("model_name_or_path", "init_from")
 # Settings that name files. A new value may name the same contents, so the contents are compared.
 FILE_SETTINGS = (
-    "train_data", "tokenizer_name_or_path", "model_config", *WEIGHTS, "model_revision", "loss",
-    "skip_documents",
+    "train_data", "tokenizer_name_or_path", "model_config", *WEIGHT_SETTINGS, "model_revision",
+    "loss", "skip_documents",
 )  # fmt: skip
 # Contents that may change when a run resumes. The change is logged.
 HARMLESS_INPUTS = ("eval_data", "versions", "environment", "callbacks")
 # Settings that apply to a single start of a run, so a change is not reported.
-OF_THIS_START = frozenset({"accept_changes", "assume", "dry_run", "init_optimizer", "suggest"})
+PER_START_SETTINGS = frozenset({"accept_changes", "assume", "dry_run", "init_optimizer", "suggest"})
 MANY_CHANGES = 2  # with more changes than this, the user probably wants a new run
 # Increase these when a new version of Stoker changes the last bits of some runs.
 NUMERICS = 4
@@ -297,7 +297,7 @@ def accepted_changes(
     if settings.run.dry_run and resumes:
         new = new | {name: old[name] for name in HOST_DEFAULTS if settings.values.rank(name) == 0}
     before, now = Snapshot(old, _input_digests(starts[-1])), Snapshot(new, _input_digests(facts))
-    changes = list(compare(before, now, resumes=resumes))
+    changes = list(find_changes(before, now, resumes=resumes))
     if not changes:
         return {}
     table = "\n".join(map(str, changes))
@@ -321,12 +321,12 @@ def accepted_changes(
     }
 
 
-def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Change]:
+def find_changes(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Change]:
     """Yield a Change for each difference. resumes: whether the start `now` loads a checkpoint."""
     dangerous = set()
     for name, new in now.settings.items():
         old, note, impossible = before.settings.get(name, new), "", ""
-        if name in OF_THIS_START or new == old:
+        if name in PER_START_SETTINGS or new == old:
             continue
         if name in FILE_SETTINGS:
             note = _why_harmless(name, before, now, resumes=resumes)
@@ -377,13 +377,13 @@ def _is_compatible(name: str, old: Any, new: Any) -> bool:
 
 def _why_harmless(name: str, before: Snapshot, now: Snapshot, *, resumes: bool) -> str:
     """Return why a new path or name does not change results, or "" if results may change."""
-    if name in WEIGHTS and resumes and not now.settings.get("use_peft"):
+    if name in WEIGHT_SETTINGS and resumes and not now.settings.get("use_peft"):
         return "the run resumes from weights of its own"  # LoRA's checkpoints have only adapters
     if name == "train_data":
         # Without weights the number of entries may differ: several raw files are one dataset.
         old, new = (train_sources(one.settings[name]).values() for one in (before, now))
         if [*filter(None, old)] != [*filter(None, new)]:  # the sources' weights changed
             return ""
-    kind = "model_name_or_path" if name in (*WEIGHTS, "model_revision") else name
+    kind = "model_name_or_path" if name in (*WEIGHT_SETTINGS, "model_revision") else name
     old_digests, new_digests = (one.contents[kind] for one in (before, now))
     return "the same contents" if old_digests and old_digests == new_digests else ""

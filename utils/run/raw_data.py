@@ -21,7 +21,7 @@ from utils.host.run_lock import take_run_lock
 
 logger = logging.getLogger(__name__)
 
-LARGEST_BYTES = 10**9
+LARGEST_RAW_BYTES = 10**9
 LONGEST_PREPARATION_S = 24 * 3600
 
 
@@ -44,12 +44,12 @@ def prepare_raw_data(settings: RunSettings) -> None:
 def _prepare_once(settings: RunSettings, raw: RawData) -> None:
     from utils.prepare.fetch import fetch
     from utils.prepare.pipeline import begin_preparation, finish_preparation
-    from utils.run.preflight import known_files
+    from utils.run.preflight import has_run_files
 
     output_dir = settings.output_dir
     arguments = _preparation_arguments(settings, raw)
     names, command = " ".join(raw.sources), prepare_command(arguments)
-    known_files(output_dir)
+    has_run_files(output_dir)
     fetch(arguments)
     has_begun = RunRecord(output_dir).exists
     earlier = f"--train_data {raw.prepared_data} resumes it with the data of then."
@@ -69,7 +69,7 @@ def _prepare_once(settings: RunSettings, raw: RawData) -> None:
         logger.info("train_data: %s is prepared in %s", names, workspace.publish())
         return
     size, refusal = sum(file.size for files in planned.plan.sources.values() for file in files), ""
-    if size > LARGEST_BYTES:
+    if size > LARGEST_RAW_BYTES:
         refusal = f"{size / 1e9:,.1f} GB are more than the 1 GB that a run prepares itself"
     elif SUBMITTING in os.environ or ("SLURM_JOB_ID" in os.environ and not sys.stdin.isatty()):
         refusal = "it is not tokenized, and the GPUs of a job would wait for that"

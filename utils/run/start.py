@@ -45,7 +45,7 @@ from utils.config.strategy import AUTO, SUBMITTING, read_config, strategy_path
 from utils.host.atomic_files import replace_text
 from utils.host.collectives import on_rank_0
 from utils.host.environment import report_environment
-from utils.host.hub import settle_connection, stay_offline
+from utils.host.hub import stay_offline, use_cache_if_offline
 from utils.host.machine import global_rank
 from utils.host.redaction import load_env_file, redacted
 from utils.host.run_lock import leave_run_lock, refuse_if_in_use, run_owners, take_run_lock
@@ -62,7 +62,7 @@ from utils.launch.restart import note_restarts
 from utils.launch.script import configure_logging
 from utils.launch.signals import install_stop_signals
 from utils.launch.verdict import mark_run_started
-from utils.model.finished_model import name_of
+from utils.model.finished_model import dtype_name
 from utils.model.stages import origin_directory, weights_origin
 from utils.model.weights import check_without_loading, published_rows, weights_dtype
 from utils.plan.run_data import RunData
@@ -133,8 +133,8 @@ def start_process(settings: RunSettings) -> LaunchFacts:
 
 def _choose_hub_mode(settings: RunSettings) -> bool:
     model = settings.model
-    is_offline = settle_connection(model.model_name_or_path, model.model_revision)
-    return settle_connection(settings.values["tokenizer_name_or_path"]) or is_offline
+    is_offline = use_cache_if_offline(model.model_name_or_path, model.model_revision)
+    return use_cache_if_offline(settings.values["tokenizer_name_or_path"]) or is_offline
 
 
 def _real_launch(settings: RunSettings) -> LaunchFacts:
@@ -268,7 +268,7 @@ def _lock_and_record(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
         compiled=plan.compiled,
         to_longest=plan.to_longest,
         float32_products=products_name(),
-        save_dtype=name_of(plan.save_dtype),
+        save_dtype=dtype_name(plan.save_dtype),
         given={name: each.source for name, each in settings.values.given.items()},
         **run.facts,
     )
@@ -282,7 +282,7 @@ def check_start(plan: RunPlan, data: RunData, config: PreTrainedConfig, launch: 
     """Check output_dir and weights in a dry run. Return 0, or raise the error of a real start."""
     settings, output_dir = plan.settings, plan.settings.output_dir
     try:
-        preflight.check_place(plan)
+        preflight.check_output_room(plan)
     except StorageError as error:
         if SUBMITTING in os.environ or not on_a_login_node(settings, launch):
             raise
@@ -314,7 +314,7 @@ def find_run(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
     """
     settings, output_dir = plan.settings, plan.settings.output_dir
     dry_run = settings.run.dry_run
-    known = preflight.known_files(output_dir)
+    known = preflight.has_run_files(output_dir)
     named = settings.training.resume_from_checkpoint if dry_run else None  # a start has copied it
     foreign = foreign_checkpoint(named, output_dir)
     record = output_dir if foreign is None else foreign.record

@@ -29,11 +29,11 @@ from utils.launch.opening import early_settings
 from utils.launch.script import run_script
 from utils.launch.slurm import PROCESSES, Allocation, expand_hosts, time_limit_s
 from utils.launch.verdict import note_submitted
-from utils.prepare.hub_datasets import refuse_uncached
+from utils.prepare.hub_datasets import check_datasets_cached
 from utils.submit.limits import SlurmAnswers, check_request, count_gpus
 from utils.submit.sweep import read_sweep
 
-WIDTH = 1024
+FIELD_BYTES = 1024
 ONE_NODE = {
     "train_job.sh": "slurm/multinode_job.sh takes the same arguments",
     "sweep_job.sh": "each point of a sweep has one node",
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = parse_preparation(arguments)
         check_preparation(settings)
         if os.environ.get("HF_HUB_OFFLINE") != "0":
-            refuse_uncached(settings)
+            check_datasets_cached(settings)
         _say(f"prepare_data.py: valid settings, the job writes {settings.output_dir}")
         make_log_folder(log)
         return 0
@@ -130,7 +130,7 @@ def job_fields(fields: str, answer: str) -> dict[str, str]:
     """
     job, text = {}, os.fsencode(answer)
     for at, name in enumerate(fields.split(",")):
-        job[name] = os.fsdecode(text[at * WIDTH : (at + 1) * WIDTH].strip())
+        job[name] = os.fsdecode(text[at * FIELD_BYTES : (at + 1) * FIELD_BYTES].strip())
     if not job["JobID"].isdecimal():
         raise UnfitClusterError(f"squeue does not know the job that sbatch accepted: {answer!r}")
     return job
@@ -206,7 +206,7 @@ def report_end(job: Mapping[str, str], options: Sequence[str], job_script: Path)
     if not requeues:
         again = "not queued again (--no-requeue, JobRequeue=0)"
     _say(f"limit:   {limit}{f'; {stop}' if limit_s else ''}; a job that stopped is {again}")
-    if requeues and given_last("open-mode", "SBATCH_OPEN_MODE", options, job_script) != "append":
+    if requeues and sbatch_option("open-mode", "SBATCH_OPEN_MODE", options, job_script) != "append":
         _say(f"WARNING  each start overwrites the log: add #SBATCH --open-mode=append to {name}")
 
 
@@ -220,7 +220,7 @@ def gpus_per_node(job: Mapping[str, str]) -> int:
     )
 
 
-def given_last(name: str, variable: str, options: Sequence[str], job_script: Path) -> str:
+def sbatch_option(name: str, variable: str, options: Sequence[str], job_script: Path) -> str:
     """Return the value of an sbatch option that squeue does not show; "" if the option is not set.
 
     `options` override the environment variable `variable`, which overrides #SBATCH lines.
@@ -237,7 +237,7 @@ def signal_lead_s(options: Sequence[str], job_script: Path) -> int | None:
     Only --signal=B:USR1@SECONDS reaches the run: "B:" sends the signal to the job script, which
     passes the signal on to all nodes.
     """
-    match = _SIGNAL.fullmatch(given_last("signal", "SBATCH_SIGNAL", options, job_script))
+    match = _SIGNAL.fullmatch(sbatch_option("signal", "SBATCH_SIGNAL", options, job_script))
     return int(match[1] or _DEFAULT_LEAD_S) if match else None
 
 

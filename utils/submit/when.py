@@ -37,7 +37,7 @@ REQUEUE_S = 120.0  # Slurm's delay before a requeued job starts again
 FAR_S = 300 * 24 * 3600.0  # if a job would wait longer, jobs without a time limit are ahead
 SAME = "All rows are the same training: the global batch does not depend on the number of GPUs."
 NOT_SAME = "The rows are different trainings: give global_batch_size, then all have the same batch."
-NOTES = """\
+FORECAST_LIMITS = """\
 Slurm knows neither which jobs will end early nor who will submit with a higher priority. After
 each requeue the job is assumed to wait as long as now. Nothing was submitted.
 """
@@ -67,11 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             run_s, startup_s, source, training = work_left(dry_run, nodes, gpus, gpu)
             sources[source] = None
             trainings.add(training)
-            for limit_s in limits(job.limit_s, lead_s + startup_s, run_s):
+            for limit_s in candidate_time_limits(job.limit_s, lead_s + startup_s, run_s):
                 limit = f"{limit_s // 3600}:{limit_s % 3600 // 60:02}:00"
                 choice = [*options, f"--nodes={nodes}", f"--time={limit}", *script]
                 wait_s = start_s(choice, directory, now_s) - now_s
-                starts, busy_s, end_s = course(wait_s, run_s, limit_s - lead_s, startup_s)
+                starts, busy_s, end_s = forecast_jobs(wait_s, run_s, limit_s - lead_s, startup_s)
                 cost = busy_s * nodes * (gpus or 1) / 3600
                 rows.append(
                     f"{nodes:>5} {limit:>9}  {date(now_s + wait_s)}  {date(now_s + end_s)}  "
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if ends:
         rows.append(f"earliest end: slurm/submit.sh {min(ends)[3]}")
     note = SAME if len(trainings) < 2 else NOT_SAME
-    sys.stdout.write(redact("\n".join([*rows, *sources, note, NOTES])))
+    sys.stdout.write(redact("\n".join([*rows, *sources, note, FORECAST_LIMITS])))
     return 0
 
 
@@ -123,7 +123,7 @@ def requested_job(words: Sequence[str], directory: str, kind: str, gpu: str) -> 
     return Request(nodes, job["time"], limit_s, gpus)
 
 
-def limits(asked_s: int, overhead_s: float, run_s: float) -> list[int]:
+def candidate_time_limits(asked_s: int, overhead_s: float, run_s: float) -> list[int]:
     """Return a list of time limits to compare, in seconds, the longest first.
 
     The limits are 1, 1/2, 1/4 and 1/8 of `asked_s`, and the shortest limit in which the training
@@ -139,7 +139,7 @@ def limits(asked_s: int, overhead_s: float, run_s: float) -> list[int]:
     return sorted((limit for limit in found if overhead_s <= limit / 2), reverse=True)
 
 
-def course(
+def forecast_jobs(
     wait_s: float, run_s: float, until_signal_s: float, startup_s: float
 ) -> tuple[int, float, float]:
     """Return (number of job starts, seconds in all jobs together, seconds until the training ends).
@@ -158,7 +158,7 @@ def date(unix_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s))
 
 
-def output_of(command: Sequence[str], env: Mapping[str, str], directory: str = ".") -> str:
+def command_output(command: Sequence[str], env: Mapping[str, str], directory: str = ".") -> str:
     """Return stdout and stderr of a command as one text. directory: where the command runs."""
     done = subprocess.run(
         command, env=env, cwd=directory, text=True, errors="replace", check=False,
@@ -170,7 +170,7 @@ def output_of(command: Sequence[str], env: Mapping[str, str], directory: str = "
 def test_only(words: Sequence[str], directory: str) -> str:
     """Return the output of sbatch --test-only: the options that it read, and a start forecast."""
     env = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
-    return output_of(["sbatch", "--verbose", "--test-only", *words], env, directory)
+    return command_output(["sbatch", "--verbose", "--test-only", *words], env, directory)
 
 
 def start_s(words: Sequence[str], directory: str, now_s: float) -> float:
@@ -204,7 +204,7 @@ def work_left(
     else:
         env |= {"WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks // nodes}", SUBMITTING: "1"}
         env |= {} if gpus else {"ACCELERATE_USE_CPU": "true"}
-    output = output_of([sys.executable, *command], env)
+    output = command_output([sys.executable, *command], env)
     problems = re.findall(r"^  - (.*)", output, re.MULTILINE)
     if problems or "tokens with padding" not in output:
         raise ConfigurationError(problems or output.rpartition("\n")[2])

@@ -50,7 +50,7 @@ KINDS_COMPILED = 64  # limit on compiled variants of the step; torch's default i
 # Tensors by name: weight, gradient, moments, and the scales of moments in 8 bits.
 State = dict[str, Tensor]
 Group = dict[str, Any]
-Values = tuple[Tensor, Tensor, Tensor]  # both moments and the weight, float32
+UpdatedValues = tuple[Tensor, Tensor, Tensor]  # both moments and the weight, float32
 
 
 class LowPrecisionAdamW(AdamW):
@@ -187,7 +187,11 @@ class LowPrecisionAdamW(AdamW):
 
 
 def update(
-    part: State, formula: Callable[..., Values], words: Tensor, factors: Tensor, rounding: bool
+    part: State,
+    formula: Callable[..., UpdatedValues],
+    words: Tensor,
+    factors: Tensor,
+    rounding: bool,
 ) -> None:
     """Do AdamW's step for some rows of a weight (`part`): call `formula`, round and store results.
 
@@ -215,7 +219,7 @@ def _update_periods(
     update(part, formula, words[at % len(words)], factors, rounding)
 
 
-def _fused_formula(group: Group, step: Tensor, *values: Tensor) -> Values:
+def _fused_formula(group: Group, step: Tensor, *values: Tensor) -> UpdatedValues:
     """Do torch's AdamW step in place; return both moments and the weight.
 
     step: the number of this step, counted from 1. values: weight, gradient and both moments
@@ -230,7 +234,7 @@ def _fused_formula(group: Group, step: Tensor, *values: Tensor) -> Values:
     return first, second, weight
 
 
-def _plain_formula(numbers: Tensor, *values: Tensor) -> Values:
+def _plain_formula(numbers: Tensor, *values: Tensor) -> UpdatedValues:
     """Return moments and weight after AdamW's step (Loshchilov and Hutter 2019, algorithm 2)."""
     weight, gradient, first, second = values
     decay, beta1, new1, beta2, new2, eps, step_size, correction = numbers.unbind()

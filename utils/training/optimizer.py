@@ -23,12 +23,12 @@ from typing_extensions import override
 from utils.config.arguments import MUON
 from utils.config.errors import ConfigurationError
 from utils.model.adapters import trained_matrices
-from utils.model.stages import OPTIMIZER
+from utils.model.stages import OPTIMIZER_FILE
 from utils.plan.rehearsal import muon_options
 from utils.plan.run_plan import RunPlan
 from utils.training.low_precision_adam import FIRST_SCALES, LowPrecisionAdamW, local_part
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Jordan et al., for five iterations
+NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Jordan et al., for five iterations
 SMALLEST_NORM = 1e-7  # a matrix of zeros stays zero
 # Root mean square of AdamW's steps at a learning rate of 1, by Liu et al., section 2.2.
 USUAL_STEP = 0.2
@@ -78,7 +78,7 @@ class InheritedOptimizer(TrainerCallback):
     """
 
     def __init__(self, directory: Path):
-        self.path = directory / OPTIMIZER
+        self.path = directory / OPTIMIZER_FILE
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
@@ -159,7 +159,7 @@ class MuonAdamW(AdamW):
 
 def orthogonal(matrices: Tensor, iterations: int) -> Tensor:
     """Return matrices (..., out, in), made orthogonal by Newton-Schulz iterations."""
-    a, b, c = COEFFICIENTS
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     wide = matrices.mT if tall else matrices
     wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=SMALLEST_NORM)

@@ -13,8 +13,10 @@ from typing_extensions import override
 
 from utils.kernels.ulysses import ContextGroup
 
-FOLDER = "ema"  # in a checkpoint; contains the averaged weights
-AVERAGED = "averaged_steps"  # key of the number of steps in a checkpoint's trainer_state.json
+EMA_FOLDER = "ema"  # in a checkpoint; contains the averaged weights
+AVERAGED_STEPS_KEY = (
+    "averaged_steps"  # key of the number of steps in a checkpoint's trainer_state.json
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +35,11 @@ class AveragedWeights(TrainerCallback):
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore the number of averaged steps from a checkpoint. `load` reads the average."""
-        self.steps = saved.get(AVERAGED, 0)
+        self.steps = saved.get(AVERAGED_STEPS_KEY, 0)
 
     def state(self) -> dict[str, Any]:
         """Return {"averaged_steps": count} for a checkpoint. `save` stores the average."""
-        return {AVERAGED: self.steps}
+        return {AVERAGED_STEPS_KEY: self.steps}
 
     @override
     def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
@@ -63,19 +65,21 @@ class AveragedWeights(TrainerCallback):
 
     def save(self, directory: Path) -> None:
         """Write the average into a checkpoint. All ranks must call this."""
-        folder = str(directory / FOLDER)
-        checkpoint.save({FOLDER: self.average}, checkpoint_id=folder, no_dist=not is_initialized())
+        folder = str(directory / EMA_FOLDER)
+        checkpoint.save(
+            {EMA_FOLDER: self.average}, checkpoint_id=folder, no_dist=not is_initialized()
+        )
 
     def load(self, directory: Path) -> None:
         """Read the average from a checkpoint. All ranks must call this.
 
         If the checkpoint has no average, the current average stays.
         """
-        folder = directory / FOLDER
+        folder = directory / EMA_FOLDER
         if not folder.is_dir():
             logger.info("ema: %s holds no average; it begins with the weights there", directory)
             return
-        state = {FOLDER: self.average}
+        state = {EMA_FOLDER: self.average}
         checkpoint.load(state, checkpoint_id=str(folder), no_dist=not is_initialized())
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ from utils.callbacks.memory import memory_page
 from utils.callbacks.progress import Phase
 from utils.callbacks.stop import EvaluationInterrupted
 from utils.config.errors import ConfigurationError
-from utils.data.loader import Batch, TrainLoader, eval_loader, model_inputs
+from utils.data.loader import Batch, TrainLoader, model_inputs, packed_loader
 from utils.data.order import PADDING_SEQUENCE, eval_batches
 from utils.kernels.ulysses import context_group, cut_inputs, cut_positions
 from utils.launch.processes import exchange_in_bf16, has_replicas, tune_strategy
@@ -124,7 +124,7 @@ class PackedTrainer(SavingTrainer):
             at_most=self.settings.data.max_eval_sequences,
         )  # fmt: skip
         workers, pinned = args.dataloader_num_workers, args.dataloader_pin_memory
-        return eval_loader(sequences, batches, num_workers=workers, pin_memory=pinned)
+        return packed_loader(sequences, batches, num_workers=workers, pin_memory=pinned)
 
     @override
     def _prepare_inputs(self, inputs: Batch) -> dict[str, Any]:

@@ -12,7 +12,12 @@ from accelerate.state import PartialState
 from torch import nn
 from transformers import TrainerControl, TrainerState
 
-from utils.callbacks.nonfinite import Finding, NonFiniteGuard, spoilt_weights, write_report
+from utils.callbacks.nonfinite import (
+    FaultyStep,
+    NonFiniteGuard,
+    nonfinite_weights,
+    write_step_report,
+)
 from utils.config.errors import NotFiniteError, SpikeError
 from utils.data.loader import DocumentPart
 
@@ -109,21 +114,21 @@ def test_no_step_waits_for_the_device_and_a_save_does(tmp_path):
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_spoilt_weights_are_found_and_named(value):
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).to(torch.bfloat16)
-    assert spoilt_weights(model) == []
+    assert nonfinite_weights(model) == []
     with torch.no_grad():
         model[1].bias[1] = value
-    assert spoilt_weights(model) == ["1.bias"]
+    assert nonfinite_weights(model) == ["1.bias"]
     model[1].bias.requires_grad_(False)
-    assert spoilt_weights(model) == [], "a frozen one is not this run's doing"
-    assert spoilt_weights(nn.Identity()) == []
+    assert nonfinite_weights(model) == [], "a frozen one is not this run's doing"
+    assert nonfinite_weights(nn.Identity()) == []
     model[0].weight.ds_tensor = torch.tensor([1.0, value])  # ZeRO-3's shard
-    assert spoilt_weights(model) == ["0.weight"]
+    assert nonfinite_weights(model) == ["0.weight"]
 
 
 def test_the_report_names_the_earliest_step_of_any_rank(tmp_path):
     nan = {0: math.nan}
-    found = [Finding(0, 7, nan), Finding(1, 6, {1: math.inf}), Finding(0, 6, nan)]
-    message = write_report(found, LOADER, tmp_path)
+    found = [FaultyStep(0, 7, nan), FaultyStep(1, 6, {1: math.inf}), FaultyStep(0, 6, nan)]
+    message = write_step_report(found, LOADER, tmp_path)
     cause = "step 7: the loss of rank 1 in micro-batch 2 is inf, and 1 more are not finite.\n"
     assert message.startswith(cause)
     facts = json.loads((tmp_path / "nonfinite-step-7.json").read_text())
@@ -131,7 +136,9 @@ def test_the_report_names_the_earliest_step_of_any_rank(tmp_path):
     # The step has 12 sequences from 72 on. A micro-batch of a rank has the sequences 4 *
     # micro-batch + 2 * rank and the next one.
     assert [entry["document"] for entry in facts["documents"]][:4] == [78, 79, 72, 73]
-    message = write_report([Finding(0, 0, gradient_norm=math.nan)], LOADER, tmp_path / "gone")
+    message = write_step_report(
+        [FaultyStep(0, 0, gradient_norm=math.nan)], LOADER, tmp_path / "gone"
+    )
     assert "global batch: 0 of /data/x, 1 of /data/x, 2 of /data/x, 3 of /data/x, ... (" in message
     assert "the list of all could not be written: [Errno 2]" in message
 

@@ -16,7 +16,7 @@ from utils.config.errors import StorageError
 
 
 def agreement_of(ranks: int) -> type:
-    """Return an `Agreement` without a network, for ranks that run one after another."""
+    """Return an `AsyncMax` without a network, for ranks that run one after another."""
     rounds: list[list[int]] = []
 
     class Agreement:

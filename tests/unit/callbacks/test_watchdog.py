@@ -188,9 +188,9 @@ def test_64_ranks_are_one_page_without_secrets(monkeypatch, tmp_path):
         elif rank != 12:
             leave(rank, [sent, done, started, *scheduled])
     leave(12, [started], time=50.0)  # from an earlier hang
-    records = watchdog.read_records(tmp_path, since=60.0)
+    records = watchdog.read_rank_records(tmp_path, since=60.0)
     assert len(records) == 63
-    watchdog.write_page(tmp_path, "rank 12 is unmentionable", 812, HOSTS, records)
+    watchdog.write_hang_page(tmp_path, "rank 12 is unmentionable", 812, HOSTS, records)
     page = (tmp_path / "hang.txt").read_text()
     head, under_way, silent, waiting, third = page.split("\n\n")
     assert head.endswith("UTC: the run hung after step 812.\nrank 12 is ***")
@@ -221,8 +221,8 @@ def test_64_ranks_are_one_page_without_secrets(monkeypatch, tmp_path):
 def test_other_operations_or_sizes_under_one_number_are_a_mismatch(second, parted):
     traces = {0: [entry(42, "_allgather_base", 512, "started")], 1: [second]}
     records = {r: {"groups": watchdog.last_and_pending(trace)} for r, trace in traces.items()}
-    lines = watchdog.compare(records, ["n0", "n1"])
+    lines = watchdog.collective_lines(records, ["n0", "n1"])
     mismatch = ": MISMATCH, ranks do different things" if parted else ""
     assert (lines[0], len(lines)) == (f"  nccl group 0 default_pg{mismatch}", 3)
     nothing = {0: {"groups": watchdog.last_and_pending([])}}
-    assert watchdog.compare(nothing, ["n0"]) == ["  none that torch recorded"]
+    assert watchdog.collective_lines(nothing, ["n0"]) == ["  none that torch recorded"]

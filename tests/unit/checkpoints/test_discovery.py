@@ -114,7 +114,7 @@ def disk(monkeypatch):
         free[0] += taken_bytes(directory)
         real(directory)
 
-    monkeypatch.setattr(discovery, "free_bytes", lambda _directory: free[0])
+    monkeypatch.setattr(discovery, "free_disk_bytes", lambda _directory: free[0])
     monkeypatch.setattr(discovery, "delete", delete)
     monkeypatch.setattr(discovery, "RESERVE_BYTES", 0)
     return lambda size_bytes: free.__setitem__(0, size_bytes)

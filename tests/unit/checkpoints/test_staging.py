@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from utils.checkpoints import store
-from utils.checkpoints.store import PREFIX, BackgroundWriter, remove_leftovers
+from utils.checkpoints.store import STAGED_PREFIX, BackgroundWriter, remove_leftovers
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def test_a_directory_is_for_its_user_alone_as_long_as_its_process_lives(memory, 
     own = BackgroundWriter("run-1", 3)
     directory = own.make_directory()
     assert directory.parent == memory
-    assert directory.name.startswith(f"{PREFIX}run-1-3-")
+    assert directory.name.startswith(f"{STAGED_PREFIX}run-1-3-")
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     (directory / "checkpoint-2").mkdir()
     assert own.make_directory() == directory
@@ -42,20 +42,20 @@ def test_what_is_not_ours_is_left_alone(memory, tmp_path, monkeypatch):
     """Another user's directory, a link to one, a file and another program's directory stay."""
     target = tmp_path.parent / f"{tmp_path.name}-target"
     (target / "inner").mkdir(parents=True)
-    (memory / f"{PREFIX}link").symlink_to(target)
-    (memory / f"{PREFIX}file").write_text("x")
+    (memory / f"{STAGED_PREFIX}link").symlink_to(target)
+    (memory / f"{STAGED_PREFIX}file").write_text("x")
     (memory / "stoker-42-abc").mkdir()
     remove_leftovers()
     assert (target / "inner").exists()
     assert len(list(memory.iterdir())) == 3
-    (memory / f"{PREFIX}theirs").mkdir()
+    (memory / f"{STAGED_PREFIX}theirs").mkdir()
     monkeypatch.setattr(store.os, "getuid", lambda: 4242)
     remove_leftovers()
-    assert (memory / f"{PREFIX}theirs").exists()
+    assert (memory / f"{STAGED_PREFIX}theirs").exists()
     monkeypatch.setattr(store, "memory_room_bytes", lambda: 17)
-    assert store.free_bytes() == 17, "the job's memory, not the node's"
+    assert store.free_shared_memory_bytes() == 17, "the job's memory, not the node's"
     monkeypatch.setattr(store, "MEMORY", Path("/no/such/directory"))
-    assert store.free_bytes() == 0
+    assert store.free_shared_memory_bytes() == 0
     remove_leftovers()
 
 

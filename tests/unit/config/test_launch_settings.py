@@ -14,8 +14,8 @@ from command_lines import BASE
 from utils.config.errors import ConfigurationError
 from utils.config.launch_settings import (
     group_sizes,
+    launch_environment,
     launch_faults,
-    launch_for_libraries,
     strategy_variables,
 )
 from utils.config.settings import parse_pretraining
@@ -198,7 +198,7 @@ def test_the_recipe_decides_over_numbers_for_deepspeed(monkeypatch):
     settings = parse_pretraining(tiny.flags(**BASE | {"dry_run": "true", "use_cpu": None}), "")
     assert os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "4", "the process stays as it is"
     assert settings.values.environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "auto"
-    with launch_for_libraries(settings.values):
+    with launch_environment(settings.values):
         assert os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "auto"
         monkeypatch.setenv("SET_BY_A_LIBRARY", "1")
     assert os.environ["SET_BY_A_LIBRARY"] == "1"

@@ -13,8 +13,8 @@ from utils.config.arguments import eval_splits
 from utils.data.loader import (
     PackedDataset,
     TrainLoader,
-    eval_loader,
     model_inputs,
+    packed_loader,
     source_names,
 )
 from utils.data.order import PADDING_SEQUENCE, GlobalBatchSampler, SampleOrder, eval_batches
@@ -200,7 +200,7 @@ def test_loading_draws_nothing_from_the_global_random_state(tmp_path):
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     numpy_state = pickle.dumps(np.random.get_state())
     list(loader(rows, pin_memory=True))
-    list(eval_loader(rows, eval_batches(len(rows), 4, 0, 1)))
+    list(packed_loader(rows, eval_batches(len(rows), 4, 0, 1)))
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert random.getstate() == python_state
     assert pickle.dumps(np.random.get_state()) == numpy_state

@@ -17,7 +17,7 @@ from saved_datasets import ARROW_FILE, DOCUMENTS, LABELS, MASKS, documents_of, m
 from utils.config.errors import ConfigurationError
 from utils.data import description
 from utils.data.arrow_columns import list_column
-from utils.data.description import measure
+from utils.data.description import describe_columns
 from utils.data.packing import Segments
 from utils.data.token_dataset import dataset_problems, describe_split, open_token_dataset
 
@@ -244,14 +244,14 @@ def test_statistics_equal_a_count_document_by_document(block_tokens, pairs, chun
         columns[name] = list_column(name, table, "here")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(description, "BLOCK_TOKENS", block_tokens)
-        found = measure(columns)
-        bare = measure({"input_ids": columns["input_ids"]}).statistics
+        found = describe_columns(columns)
+        bare = describe_columns({"input_ids": columns["input_ids"]}).statistics
     expected = expected_statistics(documents, masks)
     assert {key: getattr(found.statistics, key) for key in expected} == expected
     unmasked = expected_statistics(documents, [[1] * len(document) for document in documents])
     del unmasked["first_row_without_loss"]  # packing skips documents of one token
     assert {key: getattr(bare, key) for key in unmasked} == unmasked
-    assert measure(columns) == found, "whatever the size of a block"
+    assert describe_columns(columns) == found, "whatever the size of a block"
 
 
 @pytest.mark.parametrize("kind", [pa.list_, pa.large_list, lambda value: pa.list_(value, 3)])
@@ -292,7 +292,7 @@ def test_a_plain_dataset_is_measured_once_and_again_when_it_is_rewritten(
     assert "measuring its 12 tokens once" in caplog.text
     assert sorted(file.name for file in path.iterdir()) == before, "the user's folder is left alone"
     with monkeypatch.context() as patch:
-        patch.setattr(description, "measure", None)
+        patch.setattr(description, "describe_columns", None)
         assert open_token_dataset(path).description == first.description
     save(path, [[1, 2, 4]])
     assert open_token_dataset(path).description.statistics.max_token_id == 4
@@ -307,7 +307,7 @@ def test_a_described_split_is_opened_from_its_description(tmp_path, monkeypatch)
     content = json.loads((path / "stoker.json").read_text())
     assert (content["format"], content["loss_mask"]) == (1, "assistant_masks")
     assert (content["tokenizer"], content["chat_template_sha256"]) == (tokenizer, "def")
-    monkeypatch.setattr("utils.data.description.measure", None)
+    monkeypatch.setattr("utils.data.description.describe_columns", None)
     opened = open_token_dataset(tmp_path / "out")
     read, made = opened.description, described.description
     assert (read.statistics, read.fingerprint) == (made.statistics, made.fingerprint)
@@ -357,7 +357,9 @@ def test_other_contents_than_described_are_refused(tmp_path, monkeypatch, change
     change(path)
     with pytest.raises(ConfigurationError, match=r"stoker.json describes other contents"):
         open_token_dataset(path)
-    monkeypatch.setattr(description, "measure", None)  # the cache already has the measurements
+    monkeypatch.setattr(
+        description, "describe_columns", None
+    )  # the cache already has the measurements
     (path / "stoker.json").unlink()
     assert open_token_dataset(path).description.fingerprint != before.description.fingerprint
 
@@ -371,7 +373,7 @@ def test_a_copy_is_measured_once_and_counts_as_described(tmp_path, monkeypatch, 
     assert "than stoker.json says: measuring its 12 tokens once" in caplog.text
     assert opened.description.fingerprint == described.fingerprint
     assert opened.description.preparation == {"sources": []}
-    monkeypatch.setattr("utils.data.description.measure", None)
+    monkeypatch.setattr("utils.data.description.describe_columns", None)
     assert open_token_dataset(path).description.fingerprint == described.fingerprint
     os.utime(path / ARROW_FILE, ns=(0, 0))
     monkeypatch.setattr("utils.data.token_dataset.READ_AGAIN_TOKENS", 11)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from utils.doctor import __main__ as doctor
-from utils.doctor.__main__ import Finding
+from utils.doctor.__main__ import CheckResult
 
 SECRETS = {"HF_TOKEN": "hf_" + "q" * 30, "WANDB_API_KEY": "wandb-secret-value"}
 
@@ -79,7 +79,7 @@ def test_a_laptop_can_train_and_no_secret_is_shown(alone, monkeypatch, capsys):
 
 def test_a_check_that_fails_or_hangs_is_a_line():
     def failing():
-        yield Finding("ok", "before")
+        yield CheckResult("ok", "before")
         raise ValueError("disk\nis gone")
 
     found = doctor.RunningCheck("it", failing).wait(600)
@@ -100,7 +100,7 @@ def test_a_slow_check_is_waited_for_while_the_others_run(alone, monkeypatch, cap
             events[number].set()
             if number + 1 < len(events):
                 events[number + 1].wait(600)
-            yield Finding("ok", f"check {number}")
+            yield CheckResult("ok", f"check {number}")
 
         return check
 

@@ -8,7 +8,7 @@ from examples import recipe_forecasts as forecasts
 from utils.config.recipes import read_recipes
 from utils.config.strategy import assumed_gpus
 from utils.plan.memory_estimate import GIB, count_parameters
-from utils.plan.memory_plan import MARGIN
+from utils.plan.memory_plan import MEMORY_MARGIN
 
 RECIPES = forecasts.recipes()
 # A sample, because a recipe takes two seconds; it has LoRA, experts, several nodes and one GPU.
@@ -26,7 +26,7 @@ def test_every_recipe_for_gpus_has_a_prediction_that_fits_them():
         assert found, f"{path.name}: run make figures"
         assert hardware.startswith(found[1])
         gpus = assumed_gpus(forecasts.hardware(text))
-        assert int(found[3]) * MARGIN["cuda"] < gpus.memory_gib, path.name
+        assert int(found[3]) * MEMORY_MARGIN["cuda"] < gpus.memory_gib, path.name
         strategy = read_recipes([str(path)])[0].get("strategy")
         asked = "fsdp2" if "(FSDP2)" in hardware else "auto"
         assert (strategy.value if strategy else "auto") == asked, path.name

@@ -9,7 +9,7 @@ import pytest
 
 from utils.config.errors import ConfigurationError, StorageError
 from utils.host import foreign as module
-from utils.host.foreign import foreign, limits
+from utils.host.foreign import library_errors, resource_limits
 
 
 class PanicException(BaseException):
@@ -27,13 +27,13 @@ class PanicException(BaseException):
     ],
 )
 def test_an_error_is_refused_with_the_folder_and_its_damaged_file(tmp_path, error, said):
-    with pytest.raises(ConfigurationError) as refusal, foreign(tmp_path, "it does not load"):
+    with pytest.raises(ConfigurationError) as refusal, library_errors(tmp_path, "it does not load"):
         raise error
     assert str(tmp_path) in str(refusal.value)
     assert said in str(refusal.value)
     (tmp_path / "config.json").write_text("[]")
     (tmp_path / "model.safetensors").write_bytes(b"x")
-    with pytest.raises(ConfigurationError) as refusal, foreign(tmp_path, "it does not load"):
+    with pytest.raises(ConfigurationError) as refusal, library_errors(tmp_path, "it does not load"):
         raise TypeError("it is odd")
     assert "config.json holds [], not a JSON object" in str(refusal.value)
     assert "model.safetensors: Error while deserializing header" in str(refusal.value)
@@ -55,12 +55,12 @@ def _lost_rank() -> None:
     ],
 )
 def test_what_is_no_fault_of_the_files_passes(tmp_path, error):
-    with pytest.raises(type(error)), foreign(tmp_path, "it does not load"):
+    with pytest.raises(type(error)), library_errors(tmp_path, "it does not load"):
         raise error
 
 
 def test_an_error_of_a_collective_passes(tmp_path):
-    with pytest.raises(RuntimeError, match="closed"), foreign(tmp_path, "it does not load"):
+    with pytest.raises(RuntimeError, match="closed"), library_errors(tmp_path, "it does not load"):
         _lost_rank()
 
 
@@ -77,11 +77,14 @@ def test_limits_end_a_computation_and_leave_the_process_as_it_was(monkeypatch):
 
     with (
         pytest.raises(ConfigurationError, match=r"x takes more than 0.2 s"),
-        limits("x"),
-        limits("y"),
+        resource_limits("x"),
+        resource_limits("y"),
     ):
         endless()
-    with pytest.raises(ConfigurationError, match="of memory is needed"), limits("x", 1 << 28):
+    with (
+        pytest.raises(ConfigurationError, match="of memory is needed"),
+        resource_limits("x", 1 << 28),
+    ):
         bytearray(1 << 30)
     assert (signal.getsignal(signal.SIGVTALRM), resource.getrlimit(resource.RLIMIT_AS)) == before
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
@@ -91,7 +94,7 @@ def test_a_thread_has_no_limits():
     done: list[bool] = []
 
     def work() -> None:
-        with limits("x"):
+        with resource_limits("x"):
             done.append(True)
 
     thread = threading.Thread(target=work)

@@ -47,10 +47,10 @@ def test_a_name_is_refused_at_once_if_nothing_answers_and_the_cache_lacks_it(
     ):
         at(url)
         for local in (None, str(tmp_path)):  # nothing is asked
-            hub.settle_connection(local)
+            hub.use_cache_if_offline(local)
             assert not constants.is_offline_mode()
         with pytest.raises(ConfigurationError) as caught:
-            hub.settle_connection("Qwen/Qwen3-8B", revision="v1")
+            hub.use_cache_if_offline("Qwen/Qwen3-8B", revision="v1")
         assert f"{url} {reason}" in caught.value.problems[0]
         assert caught.value.problems[0].endswith("prepare_data.py --models Qwen/Qwen3-8B@v1")
         assert constants.is_offline_mode()
@@ -66,7 +66,7 @@ def test_a_name_in_the_cache_is_used_without_a_network(at, tmp_path, caplog):
     (folder / "refs/main").write_text("c")
     (folder / "snapshots/c/tokenizer.json").write_text("{}")
     caplog.set_level("INFO")
-    hub.settle_connection("Qwen/Qwen3-8B")
+    hub.use_cache_if_offline("Qwen/Qwen3-8B")
     assert "Qwen/Qwen3-8B comes from its cache" in caplog.text
 
 
@@ -96,7 +96,7 @@ def test_an_upload_waits_longer_and_asks_again_if_the_start_gave_up(
     monkeypatch.setattr(hub, "UPLOAD_LIMIT_S", 60)
     at(f"http://127.0.0.1:{listening.getsockname()[1]}")
     with pytest.raises(ConfigurationError, match="not in the cache"):
-        hub.settle_connection("Qwen/Qwen3-8B")
+        hub.use_cache_if_offline("Qwen/Qwen3-8B")
     assert constants.is_offline_mode()
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{answering.server_port}")
     assert hub.upload_fault() == ""
@@ -113,7 +113,7 @@ def test_a_hub_that_answers_anything_is_reached_and_asked_once(at, answering, mo
     monkeypatch.setattr(hub, "PROBE_LIMIT_S", 60)
     at(f"http://127.0.0.1:{answering.server_port}")
     for _ in range(2):
-        hub.settle_connection("Qwen/Qwen3-8B")
+        hub.use_cache_if_offline("Qwen/Qwen3-8B")
         assert not constants.is_offline_mode()
     assert len(answering.asked) == 1
 

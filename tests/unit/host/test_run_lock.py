@@ -19,11 +19,11 @@ from launching import ROOT
 from utils.config.errors import ConfigurationError
 from utils.host import run_lock
 from utils.host.run_lock import (
-    known_loss,
+    last_lost_lock_message,
     leave_run_lock,
+    lost_lock_message,
     refuse_if_in_use,
     take_run_lock,
-    taken_over,
 )
 
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -90,7 +90,7 @@ def holder(tmp_path):
 
 def owned_by(output_dir: Path, owner: dict, number: int = 1, beat: int = 0) -> Path:
     """Write the lock file that this owner would write."""
-    folder = output_dir / run_lock.FOLDER
+    folder = output_dir / run_lock.LOCK_FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"owner-{number}"
     draft = output_dir / f"draft-{number}"  # appears complete, like an owner's single write
@@ -114,7 +114,7 @@ def test_a_second_job_is_refused_and_told_whose_it_is(holder, tmp_path, monkeypa
             with pytest.raises(ConfigurationError, match=rf"{named}.*touch \S+/STOP"):
                 take(tmp_path)
     assert process.poll() is None
-    assert taken_over(tmp_path) is None, "what was never held cannot be lost"
+    assert lost_lock_message(tmp_path) is None, "what was never held cannot be lost"
 
 
 def test_a_process_that_ends_leaves_the_lock(holder, tmp_path, caplog):
@@ -152,7 +152,7 @@ def test_an_owner_without_a_heartbeat_is_taken_over(written, tmp_path, caplog):
     assert waits_to_take(tmp_path, caplog)
     assert f"belongs to {named}: waiting up to 0 s for its heartbeat" in caplog.text
     assert f"its last owner is gone ({named}" in caplog.text
-    assert taken_over(tmp_path) is None
+    assert lost_lock_message(tmp_path) is None
 
 
 def test_after_the_early_wait_for_a_killed_owner_elsewhere_the_lock_is_taken_at_once(
@@ -200,12 +200,12 @@ def test_the_heartbeat_logs_once_that_it_cannot_write_and_learns_of_a_loss(
         disk.setattr(run_lock.RunLock, "write", full)
         wait_for(lambda: len(failures) > 3)
     assert caplog.text.count(f"the lock of {tmp_path} cannot be renewed") == 1
-    assert known_loss(tmp_path) is None
+    assert last_lost_lock_message(tmp_path) is None
     owned_by(tmp_path, ELSEWHERE, number=2)
-    wait_for(lambda: known_loss(tmp_path))
-    assert "was taken over by process 4711 on n9" in known_loss(tmp_path)
+    wait_for(lambda: last_lost_lock_message(tmp_path))
+    assert "was taken over by process 4711 on n9" in last_lost_lock_message(tmp_path)
     leave_run_lock(tmp_path)
-    assert known_loss(tmp_path) is None
+    assert last_lost_lock_message(tmp_path) is None
 
 
 def test_others_wait_while_the_owner_lives(tmp_path):
@@ -228,7 +228,7 @@ def test_others_do_not_wait_for_a_silent_owner(tmp_path):
 def test_a_removed_lock_is_lost(tmp_path):
     take_run_lock(tmp_path)
     (tmp_path / ".lock" / "owner-1").unlink()
-    assert "was taken over" in taken_over(tmp_path)
+    assert "was taken over" in lost_lock_message(tmp_path)
     owned_by(tmp_path, ELSEWHERE)  # another owner with the same number
     leave_run_lock(tmp_path)
     assert not json.loads((tmp_path / ".lock" / "owner-1").read_text())["left"], "it is not ours"
@@ -267,7 +267,7 @@ while True:
         inside.unlink()
         os.symlink(pid, inside)
     time.sleep(random.random() * 0.01)
-    lost = run_lock.taken_over(output_dir)
+    lost = run_lock.lost_lock_message(output_dir)
     inside.unlink()
     print("LOST: " + lost if lost else "won", file=log)
     run_lock.leave_run_lock(output_dir)

@@ -18,13 +18,13 @@ from utils.config.preparation import (
     PreparationArguments,
     check_preparation,
     parse_preparation,
-    sources_of,
+    parse_sources,
 )
 from utils.config.recipes import YamlError
 from utils.config.settings import parse_fine_tuning, parse_pretraining
 from utils.importing.__main__ import CHANGED, main, recipe_texts
 from utils.importing.conversion import convert
-from utils.importing.toolkits import OFF, UNKNOWN
+from utils.importing.toolkits import OFF, UNKNOWN_KEY
 
 ALPACA = [{"path": "tatsu-lab/alpaca", "type": "alpaca", "split": "train[:20%]"}]
 MESSAGES = [{
@@ -169,7 +169,7 @@ def test_a_published_config_becomes_two_recipes(name, made, tmp_path, monkeypatc
         assert {key: recipe.get(key) for key in expected} == expected
     path = str(tmp_path / "ours/made_data.yaml")
     check_preparation(given := parse_preparation(["--config", path]))
-    assert sources_of(given)
+    assert parse_sources(given)
     assert set(recipes["made_data"]) <= declared_settings((PreparationArguments,)).keys()
     assert set(recipes["made"]) <= set(found.declared)
     parse = parse_pretraining if "pretraining" in name else parse_fine_tuning
@@ -184,7 +184,7 @@ def test_what_has_no_counterpart_is_listed_with_the_reason(made, tmp_path):
     found = convert(made(config))
     assert {"made_up", "qat", "datasets.split"} <= {k for ks in found.changes.values() for k in ks}
     reasons = {key: why for why, keys in {**found.notes, **found.changes}.items() for key in keys}
-    assert reasons["made_up"] == UNKNOWN
+    assert reasons["made_up"] == UNKNOWN_KEY
     exact = "load_dataset(..., split='train[:20%]').save_to_disk('sources/slice')"
     assert exact in reasons["datasets.split"]
     assert reasons["off_here"] == OFF
@@ -193,7 +193,7 @@ def test_what_has_no_counterpart_is_listed_with_the_reason(made, tmp_path):
     assert reasons["dp_replicate_size"].startswith("strategy: hsdp in place of fsdp2")
     assert {"lora_target_linear", "special_tokens", "tokens", "offload"} <= reasons.keys()
     text = recipe_texts(found, tmp_path)[tmp_path / "made.yaml"]
-    assert f"#   made_up: {UNKNOWN}\n" in text
+    assert f"#   made_up: {UNKNOWN_KEY}\n" in text
     assert "global_batch_size: 8 " in text
     assert "# 2 x 4 accumulation x 1 GPU(s)" in text
     assert "# base_model\n" in text
@@ -594,10 +594,10 @@ def test_a_flag_replaces_the_setting_of_a_source(tmp_path, caplog):
     recipe.write_text(yaml.safe_dump({"sources": [source, "b"], "output_dir": "o",
                                       "tokenizer_name_or_path": "t"}))  # fmt: skip
     given = ["--config", str(recipe)]
-    plain, _ = sources_of(parse_preparation(given))
+    plain, _ = parse_sources(parse_preparation(given))
     assert (plain.format, plain.columns) == ("alpaca", (("q", "instruction"),))
     flags = ["--format", "text", "--columns", "body=text"]
-    found = sources_of(parse_preparation([*given, *flags]))
+    found = parse_sources(parse_preparation([*given, *flags]))
     assert [(each.format, each.columns, each.weight) for each in found] == [
         ("text", (("body", "text"),), 2), ("text", (("body", "text"),), 1.0),
     ]  # fmt: skip

@@ -12,10 +12,10 @@ from torch import nn
 from utils.kernels import cpu_products
 from utils.kernels.cpu_products import (
     align_weights,
-    by_onednn,
     choose_products,
     keep_freed_memory,
     products_name,
+    uses_onednn,
 )
 
 # Count page faults of ten rounds that allocate, write and free 64 MiB, after a first round.
@@ -43,10 +43,10 @@ def test_onednn_multiplies_where_mkl_is_slow_if_it_rounds_nothing(monkeypatch):
     assert products_name() == "torch's default"
     monkeypatch.setattr(cpu_products, "_products_are_exact", lambda: False)
     assert "would round factors" in choose_products()
-    assert (by_onednn(), torch.get_float32_matmul_precision()) == (False, "highest")
+    assert (uses_onednn(), torch.get_float32_matmul_precision()) == (False, "highest")
     monkeypatch.setattr(cpu_products, "_products_are_exact", lambda: True)
     assert "full precision verified" in choose_products()
-    assert (by_onednn(), products_name()) == (True, "oneDNN")
+    assert (uses_onednn(), products_name()) == (True, "oneDNN")
 
 
 @pytest.mark.parametrize("other", ["AMX", "Intel", "AVX2", "told"])

@@ -84,7 +84,7 @@ def assert_as_written_out(terms, kv_heads, lengths):
 @pytest.mark.parametrize("lengths", [(7, 300, 129, 300, 1, 1100, 64), (256, 256)])
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_products_by_onednn_are_attention_by_its_definition(monkeypatch, lengths, kv_heads):
-    monkeypatch.setattr(per_document, "by_onednn", lambda: True)
+    monkeypatch.setattr(per_document, "uses_onednn", lambda: True)
     monkeypatch.setattr(per_document, "SCORES", 2**17)
     blocks = []
     plain = per_document._attend_in_blocks

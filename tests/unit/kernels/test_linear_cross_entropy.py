@@ -12,7 +12,7 @@ from utils.kernels import linear_cross_entropy as module
 from utils.kernels.linear_cross_entropy import (
     IGNORED,
     PLAIN,
-    SIZES,
+    TILE_SIZES,
     LogitTerms,
     linear_cross_entropy,
 )
@@ -29,9 +29,9 @@ def layout(monkeypatch, request):
     In the layout of a GPU the logits have padding columns. "compiled" runs the function that a GPU
     compiles, without compiling it.
     """
-    words = SIZES["cpu" if request.param == "of a CPU" else "cuda"].words
-    sizes = SIZES["cpu"]._replace(rows=21, tile=1, block=5 * VOCABULARY, words=words)
-    monkeypatch.setitem(SIZES, "cpu", sizes)
+    words = TILE_SIZES["cpu" if request.param == "of a CPU" else "cuda"].words
+    sizes = TILE_SIZES["cpu"]._replace(rows=21, tile=1, block=5 * VOCABULARY, words=words)
+    monkeypatch.setitem(TILE_SIZES, "cpu", sizes)
     if request.param == "compiled":
         monkeypatch.setattr(module, "_compiled_log_sum_exp", lambda: module._log_sum_exp)
         compile_on_a_cpu(monkeypatch)

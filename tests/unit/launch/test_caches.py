@@ -45,7 +45,7 @@ def test_jobs_find_and_add_what_is_compiled_until_it_is_too_large(tmp_path, monk
     assert job(tmp_path / "4").keys() == {"kernel", "more"}
     assert [path.name for path in archive_path().parent.iterdir()] == [archive_path().name]
     with monkeypatch.context() as limit:
-        limit.setattr(caches, "LARGEST_BYTES", 4000)
+        limit.setattr(caches, "LARGEST_ARCHIVE_BYTES", 4000)
         job(tmp_path / "5", new="4")
     assert job(tmp_path / "6") == {"new": "4"}
 

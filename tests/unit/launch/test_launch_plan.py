@@ -12,7 +12,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from launching import ROOT
 
-from utils.config.declarations import Given
+from utils.config.declarations import SettingValue
 from utils.config.errors import ConfigurationError
 from utils.config.launch_settings import strategy_variables
 from utils.config.strategy import AUTO, NAMES, choose_config, read_config
@@ -34,7 +34,7 @@ CPUS = Allocation(("n1",), 0, 2, None, "127.0.0.1", 20000)
 
 
 def chosen(strategy: str, allocation: Allocation, **environment: str):
-    given, on_cpu = Given(strategy, "a.yaml:3"), allocation.gpus is None
+    given, on_cpu = SettingValue(strategy, "a.yaml:3"), allocation.gpus is None
     return choose_config(environment, given, allocation.world_size, on_cpu=on_cpu)
 
 

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from utils.launch import ledger
-from utils.launch.ledger import Fault, bad_nodes, plan_to_leave_out, read_ledger, record
-from utils.launch.verdict import Note, hang_verdict, judge
+from utils.launch.ledger import Fault, bad_nodes, plan_to_leave_out, read_ledger, record_faults
+from utils.launch.verdict import Note, hang_verdict, likeliest_cause
 
 HOSTS = ["n1", "n2"]
 ECC = "AcceleratorError: CUDA error: uncorrectable ECC error encountered (trainer.py:1 in step)"
@@ -65,7 +65,7 @@ def test_a_hang_blames_the_ranks_that_the_others_waited_for():
 def test_errors_of_hardware_blame_their_node_and_errors_that_follow_blame_none():
     lost = "rank 0 on n1 lost another rank, which left no word: x"
     everyone = [failed(0, REMOTE), failed(1, REMOTE), failed(3, ECC)]
-    assert found(judge(everyone).text, *everyone) == [("n2", "hardware", "GPU-3")]
+    assert found(likeliest_cause(everyone).text, *everyone) == [("n2", "hardware", "GPU-3")]
     assert found(lost, failed(0, REMOTE), failed(2, REMOTE)) == []
     assert found(lost, failed(0, REMOTE), failed(2, LOCAL)) == [("n2", "nccl", "")]
     assert found(lost, failed(0, LOCAL)) == [], "n2 left no word: it may be the cause"
@@ -138,7 +138,7 @@ def test_a_step_is_noted_with_job_gpu_and_cause(file, tmp_path, monkeypatch):
         assert [fault.kind for fault in read_ledger()[0]] == kinds, "host memory is the user's"
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "5")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    record([Fault("n1", "hang", "x")])
+    record_faults([Fault("n1", "hang", "x")])
     assert read_ledger()[0][-1].job == "5_3"
 
 
@@ -146,7 +146,7 @@ def test_damaged_lines_are_counted_and_writers_do_not_mix(file):
     file.parent.mkdir()
     file.write_bytes(b'{"node": "n1", "kind": "hang", "cau')  # a node died
     threads = [
-        threading.Thread(target=lambda n=n: record([Fault(f"n{n}", "hang", "x" * 280)] * 50))
+        threading.Thread(target=lambda n=n: record_faults([Fault(f"n{n}", "hang", "x" * 280)] * 50))
         for n in range(8)
     ]
     for thread in threads:
@@ -168,11 +168,11 @@ def test_a_ledger_that_cannot_be_written_or_is_not_wanted(tmp_path, monkeypatch)
     blocked = tmp_path / "a"
     blocked.write_text("a file")
     monkeypatch.setenv("STOKER_LEDGER", str(blocked / "nodes.jsonl"))
-    assert "cannot be written" in record([Fault("n1", "hang", "x")])
+    assert "cannot be written" in record_faults([Fault("n1", "hang", "x")])
     monkeypatch.delenv("STOKER_LEDGER")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setattr(ledger, "_ROOT", tmp_path)
-    assert record([Fault("n1", "hang", "x")]) == ""
+    assert record_faults([Fault("n1", "hang", "x")]) == ""
     assert read_ledger() == ([], 0)
     assert not (tmp_path / ".stoker").exists(), "no job, no ledger"
 
@@ -236,7 +236,7 @@ def rows(**nodes: str) -> str:
 )
 def test_bad_nodes_are_left_out_as_long_as_the_job_can_start(file, own, nodes, asked, excluded):
     nodes_of_ranks = ("n3", "n1", "n1", "n3", "n1", "n2")
-    record([Fault(node, "hang", f"rank {node} on it") for node in nodes_of_ranks])
+    record_faults([Fault(node, "hang", f"rank {node} on it") for node in nodes_of_ranks])
     chosen, words = plan_to_leave_out(own, asked, nodes)
     assert chosen == excluded
     assert ("leaves out n1 (3 faults in 7 days)" in words) == ("n1" in excluded.split(","))

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from utils.launch.notify import main, tell
+from utils.launch.notify import main, send_message
 
 EVENT = ["failed", "runs/a", "7", 'rank 3 on n2 failed: ValueError: "canary-0123456789" $(no)']
 
@@ -70,14 +70,14 @@ def test_without_a_job_script_the_run_tells_itself(webhook, tmp_path, monkeypatc
     """This tests a webhook. tests/integration/test_run_report.py tests a command, in whole runs."""
     monkeypatch.setenv("STOKER_ON_EVENT", f"http://127.0.0.1:{webhook.server_port}/T0/secret")
     for code, text in ((0, "done"), (75, "stopped with a checkpoint"), (78, "step 3\nmore")):
-        tell(tmp_path, code, text)
+        send_message(tmp_path, code, text)
     assert [json.loads(body)["text"] for *_, body in webhook.requests] == [
         f"{tmp_path} finished: done",
         f"{tmp_path} stopped: stopped with a checkpoint",
         f"{tmp_path} failed: step 3",
     ]
     monkeypatch.setenv("STOKER_ON_EVENT", str(tmp_path / "no command"))
-    tell(tmp_path, 0, "done")
+    send_message(tmp_path, 0, "done")
     said = capsys.readouterr().err
     assert said == "STOKER_ON_EVENT: No such file or directory; nothing else depends on it\n"
 
@@ -88,5 +88,5 @@ def test_a_command_gets_no_secret(tmp_path, monkeypatch):
     command.write_text(f'#!/bin/sh\necho "$1 $4 $STOKER_TEXT" > {told}\n')
     command.chmod(0o755)
     monkeypatch.setenv("STOKER_ON_EVENT", str(command))
-    tell(tmp_path, 1, "died of canary-0123456789\nand more")
+    send_message(tmp_path, 1, "died of canary-0123456789\nand more")
     assert told.read_text() == "failed died of *** died of ***\n"

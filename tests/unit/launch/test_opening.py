@@ -12,7 +12,7 @@ from launching import ROOT, quiet_environment
 from utils.config.errors import ExitCode
 from utils.config.preparation import parse_preparation
 from utils.config.settings import parse_fine_tuning, parse_pretraining
-from utils.launch.opening import first_line
+from utils.launch.opening import opening_line
 from utils.launch.script import run_script
 
 SCRIPTS = ("pretrain", "sft_train", "prepare_data", "chat", "report")
@@ -95,5 +95,5 @@ def test_the_first_line_comes_before_torch_is_imported(script, words, line, tmp_
 
 
 def test_faulty_words_are_left_to_the_script():
-    line = first_line("pretrain.py", ["--config", "none.yaml", "x", "--seed"])
+    line = opening_line("pretrain.py", ["--config", "none.yaml", "x", "--seed"])
     assert line.endswith("pretrain.py: none.yaml x")

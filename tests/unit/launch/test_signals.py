@@ -211,18 +211,18 @@ def test_under_the_launcher_its_files_carry_both(tmp_path, start):
 
 LOADER = """
 import numpy as np, torch
-from utils.data.loader import eval_loader
+from utils.data.loader import packed_loader
 
 class Rows:
     def __getitems__(self, rows):
         time.sleep(0.2)
         return {"rows": list(rows)}
 
-loader = iter(eval_loader(Rows(), [[row] for row in range(9)], num_workers=1))
+loader = iter(packed_loader(Rows(), [[row] for row in range(9)], num_workers=1))
 print(next(loader)["rows"], loader._workers[0].pid, flush=True)
 sys.stdin.readline()
 print([batch["rows"] for batch in loader], flush=True)
-loader = iter(eval_loader(Rows(), [[row] for row in range(99)], num_workers=1))
+loader = iter(packed_loader(Rows(), [[row] for row in range(99)], num_workers=1))
 next(loader)
 loader._workers[0].terminate()
 loader._workers[0].join()
@@ -260,6 +260,6 @@ def test_a_rank_ends_if_its_launcher_dies_while_the_rank_looks_for_it(monkeypatc
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
     monkeypatch.setattr(os, "kill", lambda *sent: killed.append(sent))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run of torchrun")
-    monkeypatch.delenv(signals.LAUNCHER, raising=False)
+    monkeypatch.delenv(signals.LAUNCHER_VARIABLE, raising=False)
     signals.end_with_launcher()
     assert killed == [(os.getpid(), signal.SIGKILL)]

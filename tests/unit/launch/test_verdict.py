@@ -8,8 +8,8 @@ from utils.launch import verdict
 from utils.launch.verdict import (
     Note,
     causes_in_log,
-    judge,
     leave_verdict,
+    likeliest_cause,
     note_worker_ends,
     read_notes,
     read_verdict,
@@ -64,10 +64,10 @@ def write(directory, *notes: Note) -> None:
 )
 def test_the_cause_is_chosen_over_what_followed_from_it(consequence, cause, text, code):
     notes = [one for one in (consequence, cause) if one]
-    found = judge(notes)
+    found = likeliest_cause(notes)
     assert found.text.startswith(text)
     assert found.exit_code == code
-    assert judge(notes[::-1]) == found
+    assert likeliest_cause(notes[::-1]) == found
 
 
 def test_each_end_of_a_process_is_noted_but_not_over_its_own_words(notes_dir):

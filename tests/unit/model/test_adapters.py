@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
 from utils.model.adapters import (
-    freeze_asked,
+    freeze_by_settings,
     freeze_unused,
     frozen_lines,
     linear_and_experts,
@@ -194,11 +194,11 @@ def test_named_layers_are_frozen(freeze, train_only, frozen):
         vocab_size=16, tie_word_embeddings=False,
     )  # fmt: skip
     built = LlamaForCausalLM(config)
-    freeze_asked(built, ModelArguments(freeze=freeze, train_only=train_only))
+    freeze_by_settings(built, ModelArguments(freeze=freeze, train_only=train_only))
     for name, weight in built.named_parameters():
         assert weight.requires_grad != bool(re.fullmatch(frozen, name)), name
     tied = LlamaForCausalLM(LlamaConfig(**{**config.to_dict(), "tie_word_embeddings": True}))
-    freeze_asked(tied, ModelArguments(train_only=["lm_head"]))
+    freeze_by_settings(tied, ModelArguments(train_only=["lm_head"]))
     (trained,) = (name for name, weight in tied.named_parameters() if weight.requires_grad)
     assert trained == "model.embed_tokens.weight", "it is the weight of the head, too"
 

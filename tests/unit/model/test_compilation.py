@@ -17,10 +17,10 @@ from utils.model.layers import (
     CHOICES,
     LEAST_GRAPHS,
     check_compilation,
+    checkpoint_policy,
     compile_cache,
     compile_layers,
     keep_products,
-    kept,
 )
 from utils.model.loss_head import LossHeadChoice
 
@@ -113,10 +113,10 @@ def test_every_choice_trains_every_family_alike(name, autocast):
 def test_what_draws_random_numbers_is_drawn_again():
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
     states = (None, None, None)
-    assert kept(None, attention, *states) is CheckpointPolicy.MUST_SAVE
-    assert kept(None, attention, *states, 0.1) is CheckpointPolicy.PREFER_RECOMPUTE
+    assert checkpoint_policy(None, attention, *states) is CheckpointPolicy.MUST_SAVE
+    assert checkpoint_policy(None, attention, *states, 0.1) is CheckpointPolicy.PREFER_RECOMPUTE
     dropout = torch.ops.aten.native_dropout.default
-    assert kept(None, dropout, None, 0.1, True) is CheckpointPolicy.PREFER_RECOMPUTE
+    assert checkpoint_policy(None, dropout, None, 0.1, True) is CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def test_where_layers_cannot_be_compiled_is_said_before_anything_starts(monkeypatch, tmp_path):

@@ -60,7 +60,7 @@ def test_a_start_that_died_before_its_entry_was_written_is_a_start(made_up_run):
 
 def test_the_hours_add_up_and_each_second_has_its_place(made_up_run):
     run = read_run(made_up_run)
-    spent = findings.where_the_hours_went(run)
+    spent = findings.seconds_by_use(run)
     whole = run.starts[-1].ended - run.starts[0].began
     assert sum(spent.values()) == pytest.approx(whole)
     # 160 steps were not rolled back. Three of these were the first of a start. Each other one took
@@ -84,7 +84,7 @@ def test_the_time_in_the_queue_is_told_apart_where_slurm_tells(made_up_run):
         entry["slurm"] |= {"submit_time": BEGIN + submit, "start_time": BEGIN + begin}
     path.write_text(json.dumps(content))
     run = read_run(made_up_run)
-    spent = findings.where_the_hours_went(run)
+    spent = findings.seconds_by_use(run)
     first, second, third = run.starts
     # The third start belongs to a requeued job, which was submitted long before.
     queue = 60 + (990 - 300) + (BEGIN + 1950 - second.ended)

@@ -11,7 +11,7 @@ from utils.callbacks.progress import Phase
 from utils.host import run_lock
 from utils.host.phase_times import HUNG, SAVING, PhaseTimes
 from utils.observe.history import read_run
-from utils.observe.hours import PHASES, amount, end_of_budget, hours_of
+from utils.observe.hours import PHASES_BY_PART, amount, end_of_budget, hours_of
 from utils.observe.run_state import read_status, sums_of_hours
 
 BEGIN = 1_800_000_000.0
@@ -109,7 +109,7 @@ def test_each_part_has_its_hours_and_the_sum_is_that_of_the_allocation(interrupt
 
 
 def test_the_phases_are_those_of_a_run_and_none_is_left_out():
-    known = [phase for phases in PHASES.values() for phase in phases]
+    known = [phase for phases in PHASES_BY_PART.values() for phase in phases]
     assert sorted(known) == sorted([*map(str, Phase), HUNG])
     assert SAVING == Phase.SAVE
 
@@ -222,7 +222,7 @@ def test_the_lock_of_a_process_has_its_phases_energy_and_hang(tmp_path):
             run_lock.note_phase(phase)
     finally:
         run_lock.leave_run_lock(tmp_path)
-    path = tmp_path / run_lock.FOLDER / "owner-1"
+    path = tmp_path / run_lock.LOCK_FOLDER / "owner-1"
     assert path.stat().st_size == run_lock.SIZE, "a shorter text would leave a rest of a longer one"
     assert next(run_lock.run_owners(tmp_path)).spent.keys() == {*Phase, HUNG}
 

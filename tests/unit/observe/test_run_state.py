@@ -44,8 +44,8 @@ def make_run(directory, *, slurm=None, starts=1, owner=None, left=False, error=N
         json.dumps({"run_id": "a", "starts": [start] * starts})
     )
     if owner:
-        (directory / run_lock.FOLDER).mkdir()
-        path = directory / run_lock.FOLDER / "owner-1"
+        (directory / run_lock.LOCK_FOLDER).mkdir()
+        path = directory / run_lock.LOCK_FOLDER / "owner-1"
         path.write_text(json.dumps({"owner": owner, "beat": 3, "left": left, "error": error}))
         os.utime(path, (time.time() - age_s, time.time() - age_s))
     return directory

@@ -317,6 +317,6 @@ def test_what_cannot_be_kept_is_refused(run, archive, tmp_path, monkeypatch):
         with pytest.raises(ConfigurationError, match=message):
             keep_run(run, print)
     monkeypatch.setenv("STOKER_ARCHIVE", str(tmp_path / "commands"))
-    monkeypatch.setattr("utils.checkpoints.discovery.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("utils.checkpoints.discovery.free_disk_bytes", lambda _: 1000)
     with pytest.raises(StorageError, match=r"has too little room .*nothing was copied"):
         keep_run(run, print)

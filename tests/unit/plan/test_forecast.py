@@ -13,7 +13,7 @@ from benchmarks.hardware.flops import model_size
 from utils.config.settings import parse_fine_tuning
 from utils.config.strategy import assumed_gpus
 from utils.plan.forecast import MULTI_GPU, SHARES, make_planner
-from utils.plan.memory_plan import changed
+from utils.plan.memory_plan import with_changes
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "gpu"
 BATCH = {
@@ -111,7 +111,7 @@ def on_gpus(planner, gpus, strategy, rows, length, accumulation, copies=1, **cha
     """Return the planner's setup on these GPUs with these batches and copies of the states."""
     batch = {"sequence_length": length, "per_device_train_batch_size": rows}
     batch |= {"GPUs": gpus.world_size, "strategy": strategy, "copies": copies}
-    run = changed(planner.setup, batch)
+    run = with_changes(planner.setup, batch)
     whole = replace(run.settings.run, global_batch_size=rows * gpus.world_size * accumulation)
     return replace(run, settings=replace(run.settings, run=whole), **changes)
 

@@ -25,16 +25,21 @@ from utils.plan.memory_estimate import (
     estimate_memory,
     optimizer_bytes_per_parameter,
 )
-from utils.plan.memory_plan import checkpointing_choices, choose, plan_memory, planned_device
+from utils.plan.memory_plan import (
+    checkpointing_choices,
+    choose_checkpointing,
+    plan_memory,
+    planned_device,
+)
 
 
 def test_the_gpu_of_the_nodes_is_a_number_of_gib():
-    assert planned_device(None, {memory_plan.VARIABLE: ""}) == (None, None)
-    found = planned_device(None, {memory_plan.VARIABLE: "39.5"})
+    assert planned_device(None, {memory_plan.GPU_MEMORY_VARIABLE: ""}) == (None, None)
+    found = planned_device(None, {memory_plan.GPU_MEMORY_VARIABLE: "39.5"})
     assert found == (int(39.5 * GIB * 0.94), int(39.5 * GIB))
     for given in ("H100", "0", "nan"):
         with pytest.raises(ConfigurationError, match=f"{given}: give the GiB of one GPU"):
-            planned_device(None, {memory_plan.VARIABLE: given})
+            planned_device(None, {memory_plan.GPU_MEMORY_VARIABLE: given})
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,7 @@ def test_a_run_that_does_not_fit_is_refused(
     found = MemoryEstimate(weights * GIB, 0, 0, (total - weights) * GIB, counted=True)
     monkeypatch.setattr(memory_plan, "estimate_memory", lambda *_: found)
     monkeypatch.setattr(memory_plan, "memory_room_bytes", lambda: 80 * GIB)
-    monkeypatch.setenv(memory_plan.VARIABLE, "80")
+    monkeypatch.setenv(memory_plan.GPU_MEMORY_VARIABLE, "80")
     given = settings(per_device_train_batch_size=1)
     run, report = setup(LLAMA, given, device=device, elsewhere=elsewhere), Report()
     with pytest.raises(ConfigurationError, match=refused) if refused else nullcontext() as refusal:
@@ -118,12 +123,14 @@ TOTALS = {
     ("room", "choice"), [(33, "none"), (32, "selective"), (21, "full"), (5, "full")]
 )
 def test_auto_takes_the_least_recomputation_that_fits(room, choice):
-    chosen, reason = choose("auto", TOTALS, room, 1.1)
+    chosen, reason = choose_checkpointing("auto", TOTALS, room, 1.1)
     assert chosen == choice
     assert ("nothing fits" in reason) == (room == 5)
-    assert choose("none", TOTALS, room, 1.1)[0] == "none", "what is set is not changed"
+    assert choose_checkpointing("none", TOTALS, room, 1.1)[0] == "none", (
+        "what is set is not changed"
+    )
     unknown = {name: MemoryEstimate(0, 0, 0, 1, counted=False) for name in CHOICES}
-    assert choose("auto", unknown, room, 1.1)[0] == "full"
+    assert choose_checkpointing("auto", unknown, room, 1.1)[0] == "full"
 
 
 def test_one_place_says_what_is_recomputed():

@@ -12,7 +12,7 @@ from utils.config.strategy import assumed_gpus
 from utils.data.order import GlobalBatchSampler, SampleOrder
 from utils.plan import ranks
 from utils.plan.memory_estimate import GIB, estimate_memory
-from utils.plan.ranks import data_parallel_mesh, fake_group, group_of, outline, report_ranks
+from utils.plan.ranks import data_parallel_mesh, fake_group, group_of, reduced_model, report_ranks
 
 RANKS, BATCH = 1024, 4096
 LLAMA_70B = AutoConfig.for_model(**LLAMA_8B | {
@@ -83,7 +83,7 @@ def test_three_ranks_of_a_thousand_are_laid_out_on_one_cpu():
 )  # fmt: skip
 def test_the_shards_have_the_bytes_that_the_planner_predicts(replicas, changes, states_gib):
     run = setup(replicas=replicas, **changes)
-    predicted, model = estimate_memory(run, "full"), outline(run)
+    predicted, model = estimate_memory(run, "full"), reduced_model(run)
     held = []
     for rank in (0, 512, 1023):
         with fake_group(rank, RANKS):
@@ -103,7 +103,7 @@ def test_one_layer_of_each_kind_stands_for_all():
             whole = ranks.causal_lm_class(EXPERTS)(EXPERTS)
         for part in (*ranks.marked_layers(whole), whole):
             fully_shard(part, mesh=mesh)
-        assert outline(run).weight_bytes(mesh) == ranks.own_bytes(whole)
+        assert reduced_model(run).weight_bytes(mesh) == ranks.own_bytes(whole)
         assert group_of(mesh, "dp_shard") == (4, 5, 6, 7)
 
 

@@ -11,10 +11,10 @@ from transformers import AutoConfig
 
 from utils.config.errors import ConfigurationError, Report
 from utils.model.attention import AttentionChoice
-from utils.plan.context_parallel import check_context_parallel
+from utils.plan.context_parallel import check_context_parallel_model
 from utils.plan.forecast import make_planner, suggest
 from utils.plan.memory_estimate import GIB, estimate_memory
-from utils.plan.memory_plan import MARGIN, RESERVED, context_sizes
+from utils.plan.memory_plan import MEMORY_MARGIN, RESERVED, context_sizes
 
 SIZES = {
     "vocab_size": 512, "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -37,7 +37,7 @@ def shared(monkeypatch):
 
 def refusal(settings, config, attention=ATTENTION):
     with pytest.raises(ConfigurationError) as error:
-        check_context_parallel(settings, config, attention, torch.device("cpu"), Report())
+        check_context_parallel_model(settings, config, attention, torch.device("cpu"), Report())
     return " ".join(error.value.problems)
 
 
@@ -67,7 +67,7 @@ def test_what_is_possible_passes_and_groups_over_nodes_are_a_warning(shared, mon
     config, device = AutoConfig.for_model("llama", **SIZES), torch.device("cpu")
     for size, warned in ((1, 0), (2, 0), (4, 1)):
         report = Report()
-        check_context_parallel(shared(size), config, ATTENTION, device, report)
+        check_context_parallel_model(shared(size), config, ATTENTION, device, report)
         assert [level for level, _ in report] == [logging.WARNING] * warned
 
 
@@ -133,7 +133,7 @@ def test_a_sequence_that_does_not_fit_is_shared_by_suggestion(monkeypatch):
     # Half of them stay on the rank. Their gradients follow.
     pairs = replace(given, run=replace(given.run, context_parallel=2))
     assert planner.head_bytes(replace(run, settings=pairs), "none") == 4 * 192 * 2 / 2 * 2
-    room = sum(least) / 2 * MARGIN["cuda"] / (1 - RESERVED["cuda"])
+    room = sum(least) / 2 * MEMORY_MARGIN["cuda"] / (1 - RESERVED["cuda"])
     planner = replace(planner, gpus=replace(planner.gpus, memory_gib=room / GIB))
     report = Report()
     suggest(planner, report)

@@ -14,7 +14,7 @@ from utils.config.settings import parse_fine_tuning, parse_pretraining
 from utils.data.packing import plan_packing
 from utils.launch.processes import LaunchFacts
 from utils.plan import run_data
-from utils.plan.run_data import batch_for, choose_sizes, plan_steps
+from utils.plan.run_data import choose_sizes, default_batch_size, plan_steps
 
 SMALL = np.full(300, 400)  # 120,000 tokens
 
@@ -78,7 +78,7 @@ def test_longer_chats_lose_their_end_and_the_log_counts_them(sized):
      (1000, 8, 8), (1000, 4, 4), (10**6, 3, 66)],
 )  # fmt: skip
 def test_an_epoch_has_200_steps_or_a_step_64_sequences(rows, ranks, batch):
-    assert batch_for(rows, ranks) == batch
+    assert default_batch_size(rows, ranks) == batch
     assert batch % ranks == 0
 
 

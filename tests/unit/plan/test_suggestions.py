@@ -22,7 +22,7 @@ from utils.plan.forecast import (
     suggest,
 )
 from utils.plan.memory_estimate import GIB, WORKSPACE_BYTES
-from utils.plan.memory_plan import MARGIN, RESERVED
+from utils.plan.memory_plan import MEMORY_MARGIN, RESERVED
 
 WIDE = AutoConfig.for_model(
     "llama", hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8,
@@ -62,7 +62,7 @@ def test_what_is_suggested_fits_and_keeps_the_global_batch(plan):
     found = list(planner.candidates())
     assert {one.strategy for one in found} == {"fsdp2"}
     room = 200 * 2**20 * (1 - RESERVED["cuda"])
-    assert all(one.total_bytes * MARGIN["cuda"] <= room for one in found)
+    assert all(one.total_bytes * MEMORY_MARGIN["cuda"] <= room for one in found)
     assert all(16 % (4 * one.micro_batch) == 0 for one in found)
     _, text = suggested(planner)
     lines = text.splitlines()

@@ -84,7 +84,7 @@ def arguments(sources, output_dir: Path, **settings) -> PreparationArguments:
 
 def prepare(sources, output_dir: Path, **settings) -> None:
     """Prepare like prepare_data.py."""
-    pipeline.prepare(arguments(sources, output_dir, **settings))
+    pipeline.prepare_datasets(arguments(sources, output_dir, **settings))
 
 
 def description(split: Path) -> dict:

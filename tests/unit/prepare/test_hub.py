@@ -248,9 +248,9 @@ def test_a_folder_for_jobs_that_cannot_be_filled_is_refused(recipe, tmp_path):
 def test_what_has_no_room_is_refused_before_it_is_downloaded(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=10**9)
     monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: usage)
-    fetch.check_room(tmp_path / "new/hub", 10**9)
+    fetch.check_disk_space(tmp_path / "new/hub", 10**9)
     with pytest.raises(StorageError, match=r"has 1.0 GB free, and 2.9 GB are to be"):
-        fetch.check_room(tmp_path / "new/hub", 2_900_000_000)
+        fetch.check_disk_space(tmp_path / "new/hub", 2_900_000_000)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

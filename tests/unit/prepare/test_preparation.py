@@ -34,7 +34,7 @@ from utils.prepare.units import content_digest
 from utils.prepare.values import Location
 from utils.prepare.work_plan import PreparationPlan, UnitSettings
 from utils.prepare.workspace import WORKSPACE, Workspace
-from utils.run.documents import sources_of
+from utils.run.documents import source_locations
 
 
 def test_load_from_disk_opens_every_split_with_the_smallest_type(tmp_path, source, prepare):
@@ -114,14 +114,14 @@ def test_each_document_is_traced_to_the_line_that_it_was_made_from(
     lines = {path: Path(path).read_text().splitlines() for path in two}
     for split in ("train", "validation"):
         rows = samples.rows(out / split)
-        found = sources_of(out / split, range(len(rows)))
+        found = source_locations(out / split, range(len(rows)))
         assert sorted(found) == [*range(len(rows))]
         for document, source in found.items():
             file, _, line = source.rpartition(":")
             text = json.loads(lines[file][int(line) - 1])["text"]
             assert rows[document] == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id], source
     Path(two[0]).unlink()
-    moved = sources_of(out / "train", [5, 100]).values()
+    moved = source_locations(out / "train", [5, 100]).values()
     assert [re.sub(r"\d+ after byte \d+", "N after byte M", each) for each in moved] == [
         f"{two[0]}:6",
         f"{two[0]} (missing), line N after byte M",

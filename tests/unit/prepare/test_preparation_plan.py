@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from utils.config.errors import ConfigurationError
-from utils.config.preparation import PreparationArguments, sources_of
+from utils.config.preparation import PreparationArguments, parse_sources
 from utils.prepare.work_plan import plan_preparation
 
 
@@ -132,18 +132,18 @@ def test_the_documented_recipes_are_read():
     text = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
     local, hub, thoughts = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
     given = PreparationArguments(output_dir="out", **yaml.safe_load(thoughts))
-    plain, thinking = sources_of(given)
+    plain, thinking = parse_sources(given)
     assert (plain.chat_template_kwargs, given.chat_template_kwargs) == (
         None,
         {"enable_thinking": False},
     )
     assert thinking.chat_template_kwargs == {"enable_thinking": True}
-    (smoltalk,) = sources_of(
+    (smoltalk,) = parse_sources(
         PreparationArguments(output_dir="out", tokenizer_name_or_path="x", **yaml.safe_load(hub))
     )
     assert (smoltalk.subset, smoltalk.from_split, smoltalk.max_files) == ("all", "train", 1)
     arguments = PreparationArguments(output_dir="out", **yaml.safe_load(local))
-    alpaca, tulu, gsm8k, test = sources_of(arguments)
+    alpaca, tulu, gsm8k, test = parse_sources(arguments)
     assert (alpaca.weight, tulu.from_split, tulu.max_tokens) == (2, "train_sft", 50_000_000)
     assert tulu.filters == (("language", ["en", "de"]), ("score", {"min": 3}))
     assert gsm8k.columns == (("question", "instruction"), ("answer", "output"))

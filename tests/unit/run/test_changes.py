@@ -18,7 +18,7 @@ from utils.run.provenance import (
     IN_THE_CHECKPOINT,
     NUMERICS,
     NUMERICS_OF_FSDP2,
-    OF_THIS_START,
+    PER_START_SETTINGS,
     accepted_changes,
 )
 
@@ -361,7 +361,7 @@ def test_a_changed_strategy_is_shown_but_dry_run_settings_are_not(runs, caplog):
     assert warned(caplog) == [
         f"changed since the last start in {runs.directory}:\n  strategy: auto -> fsdp2"
     ]
-    assert {"assume", "suggest"} <= OF_THIS_START
+    assert {"assume", "suggest"} <= PER_START_SETTINGS
 
 
 def test_own_code_is_compared_by_its_digest(runs, caplog, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 
 from utils.config.recipes import dump_yaml
 from utils.data.token_dataset import describe_split, open_token_dataset
-from utils.publish.model_card import RunCard, base_model, hub_dataset, public, shown_name
+from utils.publish.model_card import RunCard, base_model, hub_name_of_source, public, shown_name
 
 HOME = "/home/lovelace/llm"
 SNAPSHOT = f"{HOME}/hub/datasets--HuggingFaceTB--smoltalk/snapshots/5feaf2f/train-0.parquet"
@@ -143,5 +143,7 @@ def test_paths_lose_their_folders_and_addresses_stay():
         (shlex.join(["/my data/x"]), "'my data/x'"),
     ):
         assert public(given) == (given if shown is None else shown)
-    assert hub_dataset("hf://datasets/a/b@main/c.parquet") == hub_dataset("hf://datasets/a/b/c")
-    assert hub_dataset("x/models--a--b/snapshots/1/c") is None
+    assert hub_name_of_source("hf://datasets/a/b@main/c.parquet") == hub_name_of_source(
+        "hf://datasets/a/b/c"
+    )
+    assert hub_name_of_source("x/models--a--b/snapshots/1/c") is None

@@ -8,7 +8,7 @@ from launching import ROOT
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.config.strategy import SUBMITTING
-from utils.launch.ledger import Fault, record
+from utils.launch.ledger import Fault, record_faults
 from utils.submit import check as checking
 from utils.submit.limits import SlurmAnswers, check_request
 
@@ -54,7 +54,7 @@ def check(tmp_path, monkeypatch):
     ) -> int:
         (tmp_path / script).write_text(f"#!/bin/bash\n#SBATCH {head}\n")
         fields = SHOWN | {name.replace("_", "-"): text for name, text in shown.items()}
-        answer = b"".join(os.fsencode(text).ljust(checking.WIDTH) for text in fields.values())
+        answer = b"".join(os.fsencode(text).ljust(checking.FIELD_BYTES) for text in fields.values())
         words = [*options, str(tmp_path / script), *arguments]
         names = ",".join(fields)
         slurm = [refusal, PARTITIONS, nodes, ""]
@@ -117,8 +117,8 @@ def test_a_new_job_is_told_which_of_its_nodes_failed_twice(check, tmp_path, monk
     script = tmp_path / "stand_in.py"  # in place of pretrain.py
     script.write_text("# parse_pretraining")
     for kind in ("hang", "lost", "lost"):
-        record([Fault(node, kind, f"rank on {node}") for node in ("n6", "n7", "n8")])
-    record([Fault("n9", "hang", "rank 1")])
+        record_faults([Fault(node, kind, f"rank on {node}") for node in ("n6", "n7", "n8")])
+    record_faults([Fault("n9", "hang", "rank 1")])
     n7, n8 = "n7 (2 faults)", "n8 (2 faults)"
 
     def notes(*options: str) -> list[str]:

@@ -63,22 +63,27 @@ print("12:00:00  a start would resume from {run}/checkpoint-300")
 
 def test_time_limits_are_parts_of_the_asked_one_and_one_that_just_suffices():
     # Half of a start is training: with ten minutes of overhead at least twenty minutes.
-    assert when.limits(24 * HOUR, 600, 100 * HOUR) == [24 * HOUR, 12 * HOUR, 6 * HOUR, 3 * HOUR]
-    assert when.limits(2 * HOUR, 600, 100 * HOUR) == [7200, 3600, 1800]
+    assert when.candidate_time_limits(24 * HOUR, 600, 100 * HOUR) == [
+        24 * HOUR,
+        12 * HOUR,
+        6 * HOUR,
+        3 * HOUR,
+    ]
+    assert when.candidate_time_limits(2 * HOUR, 600, 100 * HOUR) == [7200, 3600, 1800]
     # 1.1 times (2 h 50 min + 10 min), in steps of ten minutes.
-    assert when.limits(24 * HOUR, 600, 10_200)[-2:] == [12_000, 3 * HOUR]
+    assert when.candidate_time_limits(24 * HOUR, 600, 10_200)[-2:] == [12_000, 3 * HOUR]
     with pytest.raises(ConfigurationError, match="too short: 10m01s of each start"):
-        when.limits(1200, 601, HOUR)
+        when.candidate_time_limits(1200, 601, HOUR)
 
 
 def test_restarts_cost_their_start_up_and_another_wait():
     # 10 h of training, 60 min of each start until the signal, 10 of them for the start-up.
-    starts, busy_s, end_s = when.course(1800, 10 * HOUR, HOUR, 600)
+    starts, busy_s, end_s = when.forecast_jobs(1800, 10 * HOUR, HOUR, 600)
     assert (starts, busy_s) == (12, 10 * HOUR + 12 * 600)
     assert end_s == busy_s + 12 * 1800
     # A requeued job starts two minutes later at the earliest.
-    assert when.course(0, 50 * 60, HOUR, 600) == (1, HOUR, HOUR)
-    assert when.course(0, 51 * 60, HOUR, 600) == (2, 71 * 60, 71 * 60 + 120)
+    assert when.forecast_jobs(0, 50 * 60, HOUR, 600) == (1, HOUR, HOUR)
+    assert when.forecast_jobs(0, 51 * 60, HOUR, 600) == (2, 71 * 60, 71 * 60 + 120)
 
 
 @pytest.fixture
