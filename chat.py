@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not isinstance(options.chat_template_kwargs, dict):
         parser.error("--chat_template_kwargs: give a JSON object")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    from utils.launch.signals import CTRL_C_EXIT_CODE
+    from utils.launch.signals import CTRL_C_CODE
     from utils.run.chat import ChatModel, opening, talk
 
     model = ChatModel(options)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         talk(model, options.system)
         return 0
     model.answer([*opening(options.system), {"role": "user", "content": options.prompt}])
-    return CTRL_C_EXIT_CODE if model.interrupted else 0
+    return CTRL_C_CODE if model.interrupted else 0
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from utils.config.settings import (  # noqa: E402
 from utils.kernels.varlen import NAME  # noqa: E402
 from utils.launch.processes import LaunchFacts, requested_replicas, requested_strategy  # noqa: E402
 from utils.model.adapters import plan_adapters  # noqa: E402
-from utils.model.attention import UNDECIDED_KERNEL, AttentionChoice  # noqa: E402
+from utils.model.attention import UNDECIDED, AttentionChoice  # noqa: E402
 from utils.model.layers import choose_compilation  # noqa: E402
 from utils.model.loss_head import LossHeadChoice  # noqa: E402
 from utils.plan.forecast import (  # noqa: E402
@@ -279,10 +279,7 @@ def planner_of(path: Path) -> Planner:
     compiled, _ = choose_compilation(settings, config, launch, elsewhere=True)
     fine_tuning = isinstance(settings.training, FineTuneConfig)
     seen = CHAT_TOKENS if fine_tuning else settings.data.sequence_length / 2
-    attention, head = (
-        AttentionChoice(NAME, UNDECIDED_KERNEL, ""),
-        LossHeadChoice("fused", "taken to be"),
-    )
+    attention, head = (AttentionChoice(NAME, UNDECIDED, ""), LossHeadChoice("fused", "taken to be"))
     counts = count_parameters(settings.model, config)
     setup = Setup(settings, config, launch, attention, head, counts, compiled, elsewhere=True)
     return make_planner(setup, seen)

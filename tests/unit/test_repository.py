@@ -94,6 +94,25 @@ def test_a_module_is_small_says_what_it_owns_and_imports_one_way(path):
             assert name == "utils.host.redaction"
 
 
+# main: each command's entry. The others have the same value in each module.
+MANY_TIMES = {"main", "logger", "ROOT", "GIB", "SAMPLING"}
+
+
+def test_a_public_name_of_utils_is_defined_in_one_module():
+    places: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.parse(path.read_text()).body:
+            names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [target.id for target in targets if isinstance(target, ast.Name)]
+            for name in names:
+                places.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
+    public = {name for name in places if not name.startswith("_")} - MANY_TIMES
+    assert len(public) > 1000
+    assert {name: places[name] for name in public if len(places[name]) > 1} == {}
+
+
 def test_modules_of_tests_have_names_of_their_own():
     """Without that pytest cannot import the second one ("import file mismatch")."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]

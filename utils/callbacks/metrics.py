@@ -16,7 +16,7 @@ from typing_extensions import override
 from utils.data.loader import TrainLoader
 from utils.host.collectives import gathered
 from utils.launch.restart import recovery_s
-from utils.model.architecture import MODEL_CODE_ERRORS
+from utils.model.architecture import MODEL_ERRORS
 from utils.model.flops import effective_length, peak_flops, token_products
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Throughput(TrainerCallback):
         seen = effective_length(self.loader.dataset.plans, shares)
         try:
             self.flops_per_token = token_products(model).flops(seen)
-        except MODEL_CODE_ERRORS as error:
+        except MODEL_ERRORS as error:
             logger.warning(
                 "MFU and total_flos are left out: the model's products cannot be counted (%r)",
                 error,

@@ -14,7 +14,7 @@ from utils.host.atomic_files import replace_text
 
 logger = logging.getLogger(__name__)
 
-TABLE_ROWS = 10
+OPERATION_ROWS = 10
 NAME_LENGTH = 90  # characters of a kernel's name; names of C++ templates have thousands
 
 
@@ -115,7 +115,7 @@ class ProfilerWindow(TrainerCallback):
             if not averages:
                 raise RuntimeError("the trace has no kernel: has the user access to CUPTI?")
             table = averages.table(
-                sort_by=f"self_{self.device.type}_time_total", row_limit=TABLE_ROWS,
+                sort_by=f"self_{self.device.type}_time_total", row_limit=OPERATION_ROWS,
                 max_name_column_width=NAME_LENGTH,
             )  # fmt: skip
             head = f"steps {self.first} to {last} of rank 0{self.remarks}"

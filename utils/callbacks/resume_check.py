@@ -36,7 +36,9 @@ BIT_LEVEL_CHANGES = {
 }
 # Fields of `launch` in provenance.json. Only starts with the same values compute equal bits.
 LAUNCH_FIELDS = "strategy", "world_size", "replicas", "devices", "cpu"
-Record = Mapping[str, Any]  # a line of metrics.jsonl, or an element of `starts` in provenance.json
+LoggedValues = Mapping[
+    str, Any
+]  # a line of metrics.jsonl, or an element of `starts` in provenance.json
 
 
 class ResumeCheck(TrainerCallback):
@@ -61,7 +63,7 @@ class ResumeCheck(TrainerCallback):
         if self.count and self.resumed_at:
             self.due = on_rank_0(lambda: self._steps_to_compare(lines))
 
-    def _steps_to_compare(self, lines: Sequence[Record]) -> list[int]:
+    def _steps_to_compare(self, lines: Sequence[LoggedValues]) -> list[int]:
         try:
             *starts, self.new_start = RunRecord(self.journal.path.parent).starts
             index, self.logs = logs_after(self.resumed_at, lines, starts)
@@ -92,7 +94,7 @@ class ResumeCheck(TrainerCallback):
         if step in self.due and "loss" in logs:
             on_rank_0(lambda: self._compare(step, logs))
 
-    def _compare(self, step: int, logs: Record) -> None:
+    def _compare(self, step: int, logs: LoggedValues) -> None:
         """Compare the earlier log of a step with the new log (`logs`); log that the nodes agree.
 
         If the logs differ, rename the checkpoints since the resume and raise UnfitClusterError.
@@ -135,8 +137,8 @@ class ResumeCheck(TrainerCallback):
 
 
 def logs_after(
-    step: int, lines: Iterable[Record], starts: Sequence[Record]
-) -> tuple[int, dict[int, Record]]:
+    step: int, lines: Iterable[LoggedValues], starts: Sequence[LoggedValues]
+) -> tuple[int, dict[int, LoggedValues]]:
     """Return (index, logs) of the first start that logged steps after `step`.
 
     A start is one execution of the script. index: the index of the start in `starts`. logs: {step:
@@ -148,7 +150,7 @@ def logs_after(
     checkpoint was adopted from another directory: metrics.jsonl has the logs of all starts, but
     provenance.json has only the starts until the checkpoint's save.
     """
-    logs: dict[int, Record] = {}
+    logs: dict[int, LoggedValues] = {}
     began = [datetime.fromisoformat(start["time"]).timestamp() for start in starts]
     current, counts = 0, False
     for line in lines:
@@ -167,8 +169,8 @@ def logs_after(
 
 
 def logs_by_host(
-    steps: Sequence[int], lines: Iterable[Record], starts: Sequence[Record], but: int
-) -> list[tuple[int, str, Record]]:
+    steps: Sequence[int], lines: Iterable[LoggedValues], starts: Sequence[LoggedValues], but: int
+) -> list[tuple[int, str, LoggedValues]]:
     """Return the logs of `steps` from all starts except the start with index `but`.
 
     The result is a list of (step, host names, log). lines, starts: see `logs_after`
@@ -184,7 +186,7 @@ def logs_by_host(
     return found
 
 
-def difference(old: Record, new: Record, exact: bool) -> str:
+def difference(old: LoggedValues, new: LoggedValues, exact: bool) -> str:
     """Return a text about metrics that differ too much between two logs of a step, or "".
 
     exact: true if any difference is too much

@@ -11,7 +11,7 @@ NO_LIMIT = 8192  # sequence_length in tokens if the config has no limit
 NUMBER = "{0} documents there, a share here: write {0} / number of documents as validation_fraction"
 CHAT_FORMAT = "messages"
 # {format of a source: kind of its documents}. All other formats are chats.
-DOCUMENT_FORMATS = {
+FOREIGN_FORMATS = {
     "text": "text",
     **dict.fromkeys(("prompt_completion", "segments", "tokens"), "prompt_completion"),
 }
@@ -110,7 +110,7 @@ def _document_kind(state: Conversion, entry: Mapping[str, Any] | str) -> str:
     return (
         "prompt_completion"
         if row_format in state.functions
-        else DOCUMENT_FORMATS.get(row_format, CHAT_FORMAT)
+        else FOREIGN_FORMATS.get(row_format, CHAT_FORMAT)
     )
 
 

@@ -39,9 +39,9 @@ from utils.launch.restart import Restarts
 from utils.launch.script import FAILED, configure_logging, missing_package, write_failure_report
 from utils.launch.signals import (
     CTRL_C,
-    CTRL_C_EXIT_CODE,
+    CTRL_C_CODE,
     INTERRUPTED,
-    LAUNCHER_VARIABLE,
+    LAUNCHER_PID,
     SAVING,
     STOP,
     Stage,
@@ -157,7 +157,7 @@ def report(directory: Path, verdict: Verdict) -> None:
     """Report a failed run and send a message about any end. In a job, the job script does both."""
     for file in directory.rglob(RUN_STARTED):  # only rank 0 writes this file
         output_dir = Path(file.read_text(encoding="utf-8").strip())
-        if verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED, CTRL_C_EXIT_CODE):
+        if verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED, CTRL_C_CODE):
             write_failure_report(output_dir)
         send_message(output_dir, verdict.exit_code, verdict.text)
 
@@ -180,7 +180,7 @@ def run(command: list[str], signals: StopSignals) -> Verdict:
         return verdict
     except KeyboardInterrupt:
         atexit.register(logging.disable)  # runs first: torch's exit handlers would log
-        return Verdict(f"{BY_USER}, {signals.stage.value}", CTRL_C_EXIT_CODE)
+        return Verdict(f"{BY_USER}, {signals.stage.value}", CTRL_C_CODE)
     except Exception as error:
         refusal = error if isinstance(error, ConfigurationError) else missing_package(error)
         if refusal is None:  # srun will end the other nodes, and this verdict names the cause
@@ -277,16 +277,13 @@ def given_strategy(arguments: Sequence[str]) -> SettingValue:
     from utils.launch.opening import early_settings
 
     given = early_settings(arguments).get("strategy", DEFAULT)
-    return (
-        given
-        if given.value and isinstance(given.value, str)
-        else SettingValue(AUTO, DEFAULT.source)
-    )
+    is_named = given.value and isinstance(given.value, str)
+    return given if is_named else SettingValue(AUTO, DEFAULT.source)
 
 
 def process_environment(allocation: Allocation) -> dict[str, str]:
     """Return the workers' environment variables: the launcher's pid, OMP threads and CPU mode."""
-    variables = {LAUNCHER_VARIABLE: str(os.getpid())}
+    variables = {LAUNCHER_PID: str(os.getpid())}
     if not os.environ.get("OMP_NUM_THREADS"):
         # Share the cores that Slurm gave, or all cores, equally.
         cpus = os.environ.get("SLURM_CPUS_PER_TASK") or os.environ.get("SLURM_CPUS_ON_NODE")
@@ -323,9 +320,8 @@ def launch_arguments(
         "--main_process_port", str(allocation.port),
     ]  # fmt: skip
     if len(allocation.hosts) > 1:
-        is_host = int(allocation.node == 0)
-        options += ["--rdzv_backend", "c10d"]
-        options += ["--rdzv_conf", f"is_host={is_host},join_timeout={JOIN_TIMEOUT_S}"]
+        meeting = f"is_host={int(allocation.node == 0)},join_timeout={JOIN_TIMEOUT_S}"
+        options += ["--rdzv_backend", "c10d", "--rdzv_conf", meeting]
         if config.kind == "DEEPSPEED":
             # Slurm starts one launcher per node. DeepSpeed's default would start them by ssh.
             options += ["--deepspeed_multinode_launcher", "standard"]
@@ -340,8 +336,8 @@ def launch_arguments(
     args.training_script, args.training_script_args = script, script_args
     # torchrun ends the workers at these signals. The launcher itself handles the stop signals. A
     # closed terminal sends SIGHUP, which nohup ignores.
-    ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    args.signals_to_handle = "SIGQUIT,SIGHUP" if ends_with_terminal else "SIGQUIT"
+    ignores_sighup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    args.signals_to_handle = "SIGQUIT" if ignores_sighup else "SIGQUIT,SIGHUP"
     args.shutdown_timeout = SHUTDOWN_TIMEOUT_S
     return args
 
@@ -365,7 +361,7 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
     except subprocess.CalledProcessError as error:
         exit_codes = {0: error.returncode}
     except SignalException as error:
-        return Verdict(f"interrupted on {host_name()} by {error.sigval.name}", CTRL_C_EXIT_CODE)
+        return Verdict(f"interrupted on {host_name()} by {error.sigval.name}", CTRL_C_CODE)
     except (RendezvousError, DistError, ConnectionError, ValueError, ImportError) as error:
         reason = error.__cause__ or error
         unfit = isinstance(error, ValueError | ImportError) or "EADDRINUSE" in str(reason)

@@ -34,7 +34,7 @@ from utils.launch.notify import send_message
 from utils.launch.opening import opening_line, version_text
 from utils.launch.signals import (
     CTRL_C,
-    CTRL_C_EXIT_CODE,
+    CTRL_C_CODE,
     NODE_DIR,
     end_with_launcher,
     is_launcher,
@@ -218,7 +218,7 @@ def run_script(
     if NODE_DIR not in os.environ:  # otherwise the launcher or the job script reports
         errors = held_runs()
         texts = {0: "done", ExitCode.STOPPED: "stopped with a checkpoint"}
-        if exit_code not in (*texts, CTRL_C_EXIT_CODE):
+        if exit_code not in (*texts, CTRL_C_CODE):
             final_steps += [partial(write_failure_report, run) for run in errors]
         words = next(iter(errors.values()), "") or texts.get(exit_code, f"exit code {exit_code}")
         final_steps += [partial(send_message, run, exit_code, words) for run in runs_begun]
@@ -300,7 +300,7 @@ def _end_interrupted(why: str = "") -> int:
     if global_rank() == 0:
         write_error(f"\n{BY_USER}{why}\n")
     atexit.register(logging.disable)  # runs first: torch's exit handlers would log
-    return CTRL_C_EXIT_CODE
+    return CTRL_C_CODE
 
 
 def missing_package(error: BaseException) -> UnfitClusterError | None:

@@ -29,9 +29,9 @@ from utils.host.run_lock import BY_USER, held_runs, leave_run_lock, note_error
 NODE_DIR = "STOKER_NODE_DIR"
 STOP, INTERRUPTED, STAGE = "STOP", "INTERRUPTED", "STAGE"  # files in NODE_DIR
 CTRL_C = "Ctrl-C"
-CTRL_C_EXIT_CODE = 128 + signal.SIGINT  # exit code of a process that Ctrl-C ended
+CTRL_C_CODE = 128 + signal.SIGINT  # exit code of a process that Ctrl-C ended
 SAVING = f"{CTRL_C}: saving a checkpoint after this step; press Ctrl-C again to quit without"
-LAUNCHER_VARIABLE = "STOKER_LAUNCHER"  # the process id of utils/launch/node.py
+LAUNCHER_PID = "STOKER_LAUNCHER"  # the process id of utils/launch/node.py
 # Programs and modules in the command lines of launchers other than launch_node.sh.
 _LAUNCHERS = (
     "accelerate", "accelerate.commands.accelerate_cli", "accelerate.commands.launch",
@@ -90,7 +90,7 @@ def raise_at_ctrl_c() -> None:
         if not signal_state.is_new_press(time.monotonic()):
             return
         if signal_state.requested == CTRL_C:
-            os._exit(CTRL_C_EXIT_CODE)
+            os._exit(CTRL_C_CODE)
         signal_state.requested = CTRL_C
         raise KeyboardInterrupt
 
@@ -155,7 +155,7 @@ def end_with_launcher() -> None:
     If the launcher is dead already, kill this rank now. Without a launcher nothing happens. A rank
     that outlives its launcher would continue and hold the run lock, so the run could not resume.
     """
-    parent, launcher = os.getppid(), int(os.environ.get(LAUNCHER_VARIABLE, "0"))
+    parent, launcher = os.getppid(), int(os.environ.get(LAUNCHER_PID, "0"))
     if _is_own_launcher(parent):
         set_death_signal(signal.SIGKILL)
         orphaned = os.getppid() != parent  # the launcher died before the call of prctl
@@ -170,7 +170,7 @@ def end_with_launcher() -> None:
 
 
 def _is_own_launcher(parent: int) -> bool:
-    return parent == int(os.environ.get(LAUNCHER_VARIABLE, "0")) or is_launcher(parent)
+    return parent == int(os.environ.get(LAUNCHER_PID, "0")) or is_launcher(parent)
 
 
 def is_launcher(process: int) -> bool:
@@ -267,7 +267,7 @@ def _end_interrupted() -> None:
         leave_run_lock(run)
     if global_rank() == 0 and not os.environ.get(NODE_DIR):  # otherwise the launcher writes this
         write_error(f"\n{BY_USER}, {signal_state.stage.value}\n")
-    os._exit(CTRL_C_EXIT_CODE)
+    os._exit(CTRL_C_CODE)
 
 
 def shield_loader_worker(_worker_id: int) -> None:

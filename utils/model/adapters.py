@@ -19,11 +19,11 @@ from utils.config.errors import ConfigurationError
 from utils.host.faults import memory_error
 from utils.host.foreign import read_object, reason, resource_limits
 from utils.model.architecture import (
-    MODEL_CODE_ERRORS,
+    MODEL_ERRORS,
     causal_lm_class,
     check_memory_room,
+    error_text,
     expert_count,
-    first_error_line,
     gets_gradient,
     non_text_name_parts,
     non_text_parameters,
@@ -96,7 +96,7 @@ def load_adapter(model: PreTrainedModel, path: str, config_file: Path) -> nn.Mod
             # Without the adapter's weights the model would answer like the base model.
             warnings.filterwarnings("error", message="Found missing adapter keys")
             return PeftModel.from_pretrained(model, path)
-    except (*MODEL_CODE_ERRORS, UserWarning) as error:
+    except (*MODEL_ERRORS, UserWarning) as error:
         if memory_error(error):
             raise
         raise ConfigurationError(
@@ -117,7 +117,7 @@ def _check_adapter_size(model: PreTrainedModel, config_file: Path) -> None:
     with (
         resource_limits(config_file),
         warnings.catch_warnings(),
-        contextlib.suppress(*MODEL_CODE_ERRORS),
+        contextlib.suppress(*MODEL_ERRORS),
     ):
         warnings.simplefilter("ignore")
         config: Any = PeftConfig.from_pretrained(str(config_file.parent))
@@ -247,9 +247,9 @@ def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPla
             modules = [name for name in modules if name not in missed]
             parameters = [*parameters, *(f"{name}.weight" for name in missed)]
             model, adapted, _ = _try_adapters(config, model, modules, parameters)
-    except MODEL_CODE_ERRORS as error:
+    except MODEL_ERRORS as error:
         raise ConfigurationError(
-            f"LoRA does not fit {config.model_type}: {first_error_line(error)} Set "
+            f"LoRA does not fit {config.model_type}: {error_text(error)} Set "
             "lora_target_modules to other layers."
         ) from error
     # PEFT would repeat this warning for each further copy of the model.

@@ -34,7 +34,7 @@ WITHOUT_GRADIENT = {"indexer", "pooler"}
 LAYER_TYPES = ("layer_types", "layers_block_type")
 # Exceptions that a model's code raises for settings that do not fit each other, such as a width
 # that is not a multiple of the heads.
-MODEL_CODE_ERRORS = (
+MODEL_ERRORS = (
     RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError,
     AssertionError, StrictDataclassError,
 )  # fmt: skip
@@ -50,7 +50,7 @@ TRITON = NATIVE | {
 }  # fmt: skip
 
 
-def first_error_line(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the first line of an error message."""
     text = error.problems[0] if isinstance(error, ConfigurationError) else str(error)
     return (text.strip().splitlines() or [repr(error)])[0]

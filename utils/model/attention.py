@@ -21,12 +21,7 @@ from utils.kernels.varlen import (
     find_kernels,
     register_packed_varlen,
 )
-from utils.model.architecture import (
-    MODEL_CODE_ERRORS,
-    causal_lm_class,
-    first_error_line,
-    layer_settings,
-)
+from utils.model.architecture import MODEL_ERRORS, causal_lm_class, error_text, layer_settings
 from utils.model.probe import (
     CPU,
     VOCABULARY,
@@ -45,9 +40,7 @@ MASK_COST = (
 )
 FLEX = "flex_attention"
 RUN_ANYWHERE = (NAME, "sdpa", "eager")
-UNDECIDED_KERNEL = (
-    "open"  # the kernel's name in a plan for another machine, which chooses the kernel later
-)
+UNDECIDED = "open"  # kernel in a plan for another machine, which chooses the kernel later
 ONE_A_ROW = "set --packing none (one document a sequence, so that there is nothing to leak)"
 ONE_DOCUMENT = "{}: each sequence is one document, as --packing none has it"
 KERNELS = (
@@ -290,9 +283,9 @@ def check_isolation(
             fault = fault or _find_leak(model, rows, choice.batches)
         if not fault and choice.name in RUN_ANYWHERE:
             fault = _compare_with_eager(config, choice, row_sets[0], device)
-    except MODEL_CODE_ERRORS as error:
+    except MODEL_ERRORS as error:
         raise ProbeError(
-            f"{subject} does not run on the check's batches ({first_error_line(error)})."
+            f"{subject} does not run on the check's batches ({error_text(error)})."
         ) from (error)
     if fault:
         raise ConfigurationError(f"{subject} {fault}.")

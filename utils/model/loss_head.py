@@ -31,7 +31,7 @@ from utils.config.own_code import load_own
 from utils.kernels.linear_cross_entropy import IGNORED, LogitTerms, linear_cross_entropy
 from utils.model.architecture import (
     EXPERTS_PER_TOKEN,
-    MODEL_CODE_ERRORS,
+    MODEL_ERRORS,
     body_of,
     causal_lm_class,
     first_set_attribute,
@@ -247,7 +247,7 @@ def _fusion_problem(model_config: PretrainedConfig, device: torch.device) -> str
         torch.default_generator.manual_seed(0)
         try:
             worst = _largest_error(model)
-        except MODEL_CODE_ERRORS as error:
+        except MODEL_ERRORS as error:
             return f"{name} does not run without its last layer ({type(error).__name__}: {error})"
     if worst < tolerance(device, LOSS_TOLERANCE):
         return None

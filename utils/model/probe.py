@@ -15,11 +15,11 @@ from utils.kernels.varlen import AttentionNeeds
 from utils.model.architecture import (
     EXPERTS_PER_TOKEN,
     LAYER_TYPES,
-    MODEL_CODE_ERRORS,
+    MODEL_ERRORS,
     add_input_hooks,
     causal_lm_class,
     check_memory_room,
-    first_error_line,
+    error_text,
     first_set_attribute,
     layer_settings,
     non_text_parameters,
@@ -93,7 +93,7 @@ def probe_config(model_config: PretrainedConfig, device: torch.device = CPU) -> 
             return config
         except ConfigurationError:  # even the small model is too large
             raise
-        except MODEL_CODE_ERRORS as error:
+        except MODEL_ERRORS as error:
             misfit = error
     raise ProbeError(
         f"model type {model_config.model_type!r}: no small model could be built on {device.type} "
@@ -165,9 +165,9 @@ def observe_attention(config: PretrainedConfig, device: torch.device = CPU) -> A
     try:
         with fork_random(device):
             _run_once(build_probe_model(config, OBSERVER, device).train(), device)
-    except MODEL_CODE_ERRORS as error:
+    except MODEL_ERRORS as error:
         # Indexers of sparse attention read the mask, which packed attention does not have.
-        reason = f"{type(error).__name__}: {first_error_line(error)}"
+        reason = f"{type(error).__name__}: {error_text(error)}"
         return f"{type(whole).__name__} needs masks ({reason})"
     if not calls:
         return unused

@@ -1,13 +1,13 @@
 """Analyses for the report: time spent, slow ranks, memory of ranks, differences of settings."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from utils.host.journal_file import FILE_NAME, read_line
 from utils.observe.endings import end_of_start
-from utils.observe.history import History, Start
+from utils.observe.history import History, Line, Start
 
 # Settings that differ in every run.
 OWN_SETTINGS = ("output_dir", "run_name", "accept_changes", "dry_run")
@@ -26,7 +26,6 @@ HOURS = (
 PHASE_NAMES = {"train": "training", "eval": "evaluation", "save": "saving"}
 DEVICE, HOST = "memory_peak_gib", "host_rss_gib"
 MEMORY_VALUES = 4000  # approximate number of memory values (lines x ranks) to read per phase
-Line = Mapping[str, Any]
 Point = dict[str, Any]
 
 

@@ -19,12 +19,7 @@ from utils.config.arguments import accumulation_steps
 from utils.config.errors import ConfigurationError, Report
 from utils.config.strategy import AssumedGpus, assumed_gpus
 from utils.model.adapters import with_adapters
-from utils.model.architecture import (
-    MODEL_CODE_ERRORS,
-    first_error_line,
-    has_experts,
-    without_weights,
-)
+from utils.model.architecture import MODEL_ERRORS, error_text, has_experts, without_weights
 from utils.model.flops import TokenProducts, token_products
 from utils.plan.memory_estimate import GIB, estimate_memory
 from utils.plan.memory_plan import (
@@ -294,10 +289,10 @@ def make_planner(setup: Setup, document_tokens: float) -> Planner:
         experts = has_experts(plain)
         with torch.device("meta"):
             products = token_products(with_adapters(plain, setup.settings.model))
-    except MODEL_CODE_ERRORS as error:
+    except MODEL_ERRORS as error:
         raise ConfigurationError(
             f"--assume and --suggest: the FLOPs of {config.model_type} cannot be counted "
-            f"({first_error_line(error)}): leave them out."
+            f"({error_text(error)}): leave them out."
         ) from error
     return Planner(replace(setup, elsewhere=True), gpus, document_tokens, products, experts)
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from utils.config.arguments import MUON, ModelArguments
 from utils.model.adapters import trained_bytes, trained_matrices, with_adapters
-from utils.model.architecture import MODEL_CODE_ERRORS, causal_lm_class
+from utils.model.architecture import MODEL_ERRORS, causal_lm_class
 from utils.plan.memory_trace import Setup, StepPart, trace
 
 GIB = 2**30
@@ -84,7 +84,7 @@ def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -
         found = step_peak(parts, shards["gradients"], accumulated=accumulated, buffer_ratio=ratio)
         peak, peak_gradients = max((peak, peak_gradients), found)
         counted = True
-    except MODEL_CODE_ERRORS as error:
+    except MODEL_ERRORS as error:
         fault = (
             f"memory: {type(setup.config).__name__} does not run without data "
             f"({type(error).__name__}: {error!s:.200}), so activations are not counted"

@@ -29,7 +29,7 @@ from utils.kernels.ulysses import ContextGroup, cut_inputs
 from utils.kernels.varlen import VarlenKernel, packed_varlen
 from utils.launch.processes import LaunchFacts
 from utils.model.adapters import with_adapters
-from utils.model.architecture import MODEL_CODE_ERRORS, causal_lm_class
+from utils.model.architecture import MODEL_ERRORS, causal_lm_class
 from utils.model.attention import AttentionChoice, shape_inputs
 from utils.model.layers import keep_products, marked_layers
 from utils.model.loss_head import LossHeadChoice
@@ -135,7 +135,7 @@ def trace(setup: Setup, choice: str, micro_batch: int) -> tuple[list[StepPart], 
     if setup.compiles and choice == "none":
         try:
             return *_count_parts(setup, choice, micro_batch, as_compiled=True), ""
-        except MODEL_CODE_ERRORS as error:
+        except MODEL_ERRORS as error:
             fault = (
                 f"memory: layers of {type(setup.config).__name__} are counted as not compiled, "
                 f"which is more: {type(error).__name__}: {error!s:.200}"

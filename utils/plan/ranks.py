@@ -25,7 +25,7 @@ from utils.config.strategy import AssumedGpus
 from utils.data.order import GlobalBatchSampler
 from utils.launch.processes import LaunchFacts
 from utils.model.adapters import with_adapters
-from utils.model.architecture import MODEL_CODE_ERRORS, causal_lm_class, first_error_line
+from utils.model.architecture import MODEL_ERRORS, causal_lm_class, error_text
 from utils.model.layers import marked_layers
 from utils.plan.memory_estimate import GIB
 from utils.plan.memory_trace import Setup, layer_kinds
@@ -73,10 +73,10 @@ def report_ranks(
         model = reduced_model(setup)
         chosen = (0, ranks // 2, ranks - 1)
         layouts = [describe_rank(setup, model, sampler, rank) for rank in chosen]
-    except MODEL_CODE_ERRORS as error:
+    except MODEL_ERRORS as error:
         raise ConfigurationError(
             f"strategy {launch.name} on {ranks:,} ranks: torch cannot lay out "
-            f"{type(setup.config).__name__} ({first_error_line(error)}): give another dp_shard or "
+            f"{type(setup.config).__name__} ({error_text(error)}): give another dp_shard or "
             "strategy."
         ) from error
     for _, line in layouts:

@@ -27,7 +27,7 @@ from utils.config.arguments import MUON, with_values
 from utils.config.declarations import SettingValues, is_installed
 from utils.config.errors import ConfigurationError, Report
 from utils.config.settings import RunSettings
-from utils.model.architecture import first_error_line, without_weights
+from utils.model.architecture import error_text, without_weights
 from utils.model.weights import weights_dtype
 
 OPTIMIZER_SETTINGS = "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon"
@@ -120,7 +120,7 @@ def _collect_error(values: SettingValues, names: str, problems: list[str]) -> It
         first, *others = names.split()
         missing = isinstance(error, ImportError)  # only the first setting needs the package
         shown = [first, *(name for name in others if values.changed(name) and not missing)]
-        text = first_error_line(error)
+        text = error_text(error)
         if not isinstance(error, ValueError | ImportError | RuntimeError):
             text = f"{type(error).__name__}: {text}"
         problems.append(f"{', '.join(map(values.shown, shown))}: {text}")

@@ -52,12 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Settings that are derived from data and model if they are null. A resumed run keeps their values.
-SIZE_SETTINGS = [
-    "sequence_length",
-    "on_overlong",
-    "global_batch_size",
-    "per_device_train_batch_size",
-]
+SIZES = ["sequence_length", "on_overlong", "global_batch_size", "per_device_train_batch_size"]
 # Limits of derived sizes. The recipes for chats have 64 sequences of 4,096 tokens a step.
 LEAST_LENGTH, MOST_LENGTH, MOST_TOKENS_AT_ONCE = 1024, 4096, 8192
 MOST_SEQUENCES, EPOCH_STEPS = 64, 200
@@ -140,7 +135,7 @@ def _resumed_sizes(settings: RunSettings) -> dict[str, tuple[Any, str]]:
     before = settings_in_force(record.directory, record.starts) if record.starts else {}
     why = f"as the run in {record.directory} began"
     accepted = settings.run.accept_changes
-    ours = [name for name in _unset_settings(settings, SIZE_SETTINGS) if name not in accepted]
+    ours = [name for name in _unset_settings(settings, SIZES) if name not in accepted]
     if "global_batch_size" in ours and "batch_warmup" not in accepted:
         ours.append("batch_warmup")
     return {

@@ -22,10 +22,10 @@ from utils.host.redaction import redact
 from utils.kernels.varlen import NAME
 from utils.launch.processes import LaunchFacts
 from utils.model.adapters import AdapterPlan, frozen_lines, plan_adapters
-from utils.model.architecture import first_error_line, has_experts, without_weights
+from utils.model.architecture import error_text, has_experts, without_weights
 from utils.model.attention import (
     RUN_ANYWHERE,
-    UNDECIDED_KERNEL,
+    UNDECIDED,
     AttentionChoice,
     check_row_positions,
     choose_isolated_attention,
@@ -340,7 +340,7 @@ def _plan_attention(
         if device is None:
             reason = f"{asked}, settled on the compute node (there is no accelerator here)"
             proof = _test_isolation(asked, config, whole_rows)
-            choice = AttentionChoice(NAME, UNDECIDED_KERNEL, reason, unproved=proof)
+            choice = AttentionChoice(NAME, UNDECIDED, reason, unproved=proof)
         else:
             dtype = COMPUTED.get(training.mixed_precision) or weights_dtype(model, config)
             choice = choose_isolated_attention(asked, config, device, dtype, whole_rows=whole_rows)
@@ -362,7 +362,7 @@ def _test_isolation(requested: str | None, config: PreTrainedConfig, whole_rows:
     except (ConfigurationError, ImportError) as error:
         if not (isinstance(error, ProbeError | ImportError) or is_recurrent(config)):
             raise
-        return f"checked there, where the run trains. Here, on a CPU: {first_error_line(error)}"
+        return f"checked there, where the run trains. Here, on a CPU: {error_text(error)}"
     return choice.proof
 
 

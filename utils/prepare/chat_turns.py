@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CACHE_SIZE = 20_000  # maximum entries in the cache of delimiters; most templates need a few dozen
-PROBE_TEXT = "probe"
+PROBE = "probe"
 LEADING_TAGS = re.compile(rf"(?:\s*{TAGS.pattern})+\s*")
 PARTIAL_TAG = re.compile(r"\s*(?:[<\[][|/\w]*)?")
 
@@ -58,7 +58,7 @@ class TurnDelimiter:
         self.stop = str(tokenizer.eos_token)
         self._standing_headers: dict[Any, str] = {}
         self._delimiters: dict[Any, tuple[int, int, str]] = {}
-        (self._question,) = template.adapted([{"role": "user", "content": PROBE_TEXT}])
+        (self._question,) = template.adapted([{"role": "user", "content": PROBE}])
 
     def spans(self, chat: MarkedChat, turns: Sequence[int]) -> tuple[dict[int, list[Span]], str]:
         """Return {turn: its spans to train on}, and a text to append to the rendering.
@@ -138,7 +138,7 @@ class TurnDelimiter:
         text, if a generation prompt is requested.
         """
         closed = self._end_of_previous_message(chat, turn, gap, bare)
-        reply, _, _ = self._text_with_next(chat, turn, {"role": ASSISTANT}).partition(PROBE_TEXT)
+        reply, _, _ = self._text_with_next(chat, turn, {"role": ASSISTANT}).partition(PROBE)
         if prompt == closed:
             # The template has no generation prompt. Use the text that it prints before any reply.
             if not reply.startswith(bare) or re.search(r"\w", reply[len(bare) :]):
@@ -186,9 +186,7 @@ class TurnDelimiter:
     def _end_of_previous_message(self, chat: MarkedChat, turn: int, gap: str, bare: str) -> str:
         """Return the text that ends the message before the turn: `bare` without a turn's header."""
         for role in ("user", "tool"):
-            before, probe, _ = self._text_with_next(chat, turn, {"role": role}).rpartition(
-                PROBE_TEXT
-            )
+            before, probe, _ = self._text_with_next(chat, turn, {"role": role}).rpartition(PROBE)
             if probe:
                 closed = _common_ignoring_blanks(before, bare)[1]
                 return bare[:closed] if _common_ignoring_blanks(gap, bare)[1] > closed else bare
@@ -208,12 +206,12 @@ class TurnDelimiter:
         if key in self._standing_headers:
             return self._standing_headers[key]
         asked, answer, more = self._template.adapted(
-            {"role": role, "content": PROBE_TEXT} for role in ("user", ASSISTANT, "user")
+            {"role": role, "content": PROBE} for role in ("user", ASSISTANT, "user")
         )
         try:
-            question = chat.behind_words([asked]).rpartition(PROBE_TEXT)[2]
-            ended = chat.behind_words([asked, answer]).rpartition(PROBE_TEXT)[2]
-            _, following, _ = chat.behind_words([asked, answer, more]).rsplit(PROBE_TEXT, 2)
+            question = chat.behind_words([asked]).rpartition(PROBE)[2]
+            ended = chat.behind_words([asked, answer]).rpartition(PROBE)[2]
+            _, following, _ = chat.behind_words([asked, answer, more]).rsplit(PROBE, 2)
         except Exception:  # the template refuses these messages
             question = ended = following = ""
         start = len(_common_prefix(ended, following))
@@ -268,9 +266,7 @@ class TurnDelimiter:
     ) -> tuple[int, str] | None:
         """Return what `_end` returns for a turn with tool calls, or None if nothing ends it."""
         is_last = turn == len(chat.messages) - 1
-        answer = (
-            self._text_with_next(chat, turn, {"role": ASSISTANT}).rpartition(PROBE_TEXT)[2].strip()
-        )
+        answer = self._text_with_next(chat, turn, {"role": ASSISTANT}).rpartition(PROBE)[2].strip()
         plain = answer.removesuffix(self._standing_header(chat)).strip()
         found = None
         if ended.rstrip().endswith(plain):  # calls end as answers do
@@ -351,7 +347,7 @@ class TurnDelimiter:
         if calls := chat.chat.messages[turn].get("tool_calls"):
             name, number = calls[-1]["function"].get("name", ""), calls[-1].get("id", PROBE_ID)
             answer = {"role": "tool", "name": name, "tool_call_id": number}
-        return self._text_with_next(chat, turn + 1, answer).rpartition(PROBE_TEXT)[0]
+        return self._text_with_next(chat, turn + 1, answer).rpartition(PROBE)[0]
 
     def _text_with_next(self, chat: MarkedChat, turn: int, message: Message) -> str:
         """Return the text behind the words of messages[:turn], if only `message` follows.
@@ -359,7 +355,7 @@ class TurnDelimiter:
         PROBE replaces the content of `message`. The returned text includes PROBE. The text is "" if
         the template refuses the chat.
         """
-        (probe,) = self._template.adapted([{**message, "content": PROBE_TEXT}])
+        (probe,) = self._template.adapted([{**message, "content": PROBE}])
         try:
             return chat.behind_words([*chat.messages[:turn], probe])
         except Exception:

@@ -7,7 +7,7 @@ from typing import Any
 from utils.config.preparation import MESSAGE_ROLES, Source
 from utils.prepare.messages import METADATA_KEY, ROLES, are_messages, check_answers, role_word
 from utils.prepare.rows import becomes_chat, detect_formats, document_fields
-from utils.prepare.values import ASSISTANT, UnusableRowError, parse_json_string, renamed
+from utils.prepare.values import ASSISTANT, UnusableRowError, decode_json, renamed
 
 # Names of columns in published datasets.
 _QUESTIONS = (
@@ -98,9 +98,7 @@ def unsuitable_reason(given: Mapping[str, Any], source: Source) -> str:
         )
     if "chosen" in fields and "completion" not in fields:
         chats = [
-            parse_json_string(fields[name])
-            for name in ("messages", "conversations")
-            if name in fields
+            decode_json(fields[name]) for name in ("messages", "conversations") if name in fields
         ]
         last = [chat[-1] for chat in chats if are_messages(chat)]
         if any(ROLES.get(role_word(one)) == "user" for one in last):
@@ -145,7 +143,7 @@ def _chat_renamings(
         if (
             name not in context.values()
             and "chosen" not in fields
-            and are_messages(parse_json_string(value))
+            and are_messages(decode_json(value))
         ):
             yield {**system, name: "messages"}
 

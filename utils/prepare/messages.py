@@ -16,9 +16,9 @@ from utils.prepare.values import (
     UnusableRowError,
     as_json,
     check_text,
+    decode_json,
     duplicate_keys_error,
     join_text_parts,
-    parse_json_string,
     refuse_media,
     renamed_message,
     split_thought,
@@ -44,7 +44,7 @@ _ARGUMENT_KEYS = ("arguments", "parameters", "input", "args", "kwargs")
 _OTHER_CALL_KEYS = {"name", "id", "type", "index", "description", "strict"}
 _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 _CONTENT_KEYS = ("content", "value", "text", "parts")
-KNOWN_MESSAGE_KEYS = {"role", "content", "tool_calls", "weight", *_THOUGHT_KEYS}
+READ_KEYS = {"role", "content", "tool_calls", "weight", *_THOUGHT_KEYS}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _CALL_PARTS = ("tool_call", "tool_use")  # LLaMA-Factory's and Anthropic's
 METADATA_KEY = re.compile(
@@ -79,10 +79,10 @@ def messages_of(
     column: the column's name in errors. names: pairs (name in the file, our name) of message keys
     and roles. Raises UnusableRowError if `value` has no message or a faulty one.
     """
-    value = parse_json_string(value)
+    value = decode_json(value)
     if isinstance(value, Mapping):
         # Older versions of `datasets` write a sequence of objects as an object of lists.
-        lists = [parse_json_string(each) for each in value.values()]
+        lists = [decode_json(each) for each in value.values()]
         if all(isinstance(each, list) for each in lists) and len(set(map(len, lists))) == 1:
             value = [dict(zip(value, items, strict=True)) for items in zip(*lists, strict=True)]
         elif {"role", "from"} & value.keys():
@@ -110,7 +110,7 @@ def unread_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for message in messages:
         if message["role"] not in OWN_ROLES:
             yield f"role {message['role']}, which is context only"
-        yield from (f"message key {key}" for key in message if key not in KNOWN_MESSAGE_KEYS)
+        yield from (f"message key {key}" for key in message if key not in READ_KEYS)
 
 
 def role_word(message: Mapping[str, Any]) -> str:
@@ -148,7 +148,7 @@ def check_answers(
 
 def _messages_of_item(where: str, item: Any, index: int) -> Iterator[dict[str, Any]]:
     """Yield the messages of one item of a chat: a text, a pair or an object."""
-    message = parse_json_string(item)
+    message = decode_json(item)
     if isinstance(item, str) and not are_messages([message]):
         yield {"role": ("user", ASSISTANT)[index % 2], "content": item}  # as in UltraChat
         return
@@ -225,9 +225,7 @@ def _convert_message(where: str, published: dict[str, Any]) -> dict[str, Any]:
         if twice := [key for key in from_parts if key != "content" and message.get(key)]:
             raise duplicate_keys_error(where, twice[0], "the same among its parts")
         message |= from_parts
-    calls = {
-        key: found for key in _CALL_KEYS if (found := parse_json_string(message.pop(key, None)))
-    }
+    calls = {key: found for key in _CALL_KEYS if (found := decode_json(message.pop(key, None)))}
     if len(calls) > 1:
         raise duplicate_keys_error(where, *calls)
     for found in calls.values():
@@ -268,7 +266,7 @@ def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict
     content = {"content": message[text_key]} if text_key in message else {}
     if word in CALL_ROLES:
         thought, call = split_thought(message.get(text_key))  # as in LLaMA-Factory
-        calls = tool_calls_of(where, parse_json_string(call))
+        calls = tool_calls_of(where, decode_json(call))
         return {"role": ASSISTANT, **others, "content": thought, "tool_calls": calls}, text_key
     return {"role": role, **others, **content}, text_key
 
@@ -326,7 +324,7 @@ def _check_content(where: str, message: Mapping[str, Any], text_key: str) -> Non
     unread = [
         repr(key)
         for key, value in message.items()
-        if key not in KNOWN_MESSAGE_KEYS
+        if key not in READ_KEYS
         and isinstance(value, str | list | Mapping)
         and len(value)
         and not METADATA_KEY.fullmatch(key)
@@ -341,10 +339,8 @@ def _check_content(where: str, message: Mapping[str, Any], text_key: str) -> Non
 def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
     """Return tool calls in OpenAI's form: [{"type", "function": {"name", "arguments": object}}]."""
     converted = []
-    for call in map(parse_json_string, calls if isinstance(calls, list) else [calls]):
-        function = (
-            parse_json_string(call.get("function", call)) if isinstance(call, Mapping) else {}
-        )
+    for call in map(decode_json, calls if isinstance(calls, list) else [calls]):
+        function = decode_json(call.get("function", call)) if isinstance(call, Mapping) else {}
         function = function if isinstance(function, Mapping) else {}
         key = next((key for key in _ARGUMENT_KEYS if function.get(key) is not None), None)
         has_unknown_keys = key is None and function.keys() - {*_ARGUMENT_KEYS, *_OTHER_CALL_KEYS}
@@ -352,7 +348,7 @@ def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
             message = f"{where} has a call without 'name' and 'arguments': {call!r:.80}"
             raise UnusableRowError("wrong_type", message)
         # Decode twice, because some datasets encode the JSON text twice.
-        arguments = parse_json_string(parse_json_string(function.get(key))) or {}
+        arguments = decode_json(decode_json(function.get(key))) or {}
         if isinstance(arguments, str):
             message = f"{where} has a call whose arguments are no JSON: {arguments!r:.80}"
             raise UnusableRowError("malformed_json", message)

@@ -19,7 +19,7 @@ from utils.prepare.values import (
     Record,
     UnusableRowError,
     check_text,
-    parse_json_string,
+    decode_json,
     read_segments,
     read_tokens,
     refuse_media,
@@ -30,7 +30,7 @@ from utils.prepare.values import (
 )
 
 # The columns that each row format needs. OPTIONAL has the further columns that it may have.
-REQUIRED_COLUMNS: dict[str, tuple[str, ...]] = {
+REQUIRED: dict[str, tuple[str, ...]] = {
     "text": ("text",),
     "messages": ("messages",),  # objects with role and content (OpenAI, Hugging Face)
     "sharegpt": ("conversations",),  # with from and value (ShareGPT, LLaMA-Factory, axolotl)
@@ -40,7 +40,7 @@ REQUIRED_COLUMNS: dict[str, tuple[str, ...]] = {
     "tokens": ("input_ids",),  # token ids, with labels or a mask
 }
 _CHAT_COLUMNS = ("tools", "functions", "system", "system_prompt", "chat_template_kwargs", *MEDIA)
-OPTIONAL_COLUMNS: dict[str, tuple[str, ...]] = {
+OPTIONAL: dict[str, tuple[str, ...]] = {
     "text": MEDIA,
     "messages": _CHAT_COLUMNS,
     "sharegpt": _CHAT_COLUMNS,
@@ -137,9 +137,7 @@ class RowSettings:
     @property
     def read_columns(self) -> list[str]:
         """The columns that the row format and the filters read, by their names in the file."""
-        own = map(
-            self.name_of, (*REQUIRED_COLUMNS[self.row_format], *OPTIONAL_COLUMNS[self.row_format])
-        )
+        own = map(self.name_of, (*REQUIRED[self.row_format], *OPTIONAL[self.row_format]))
         return list(dict.fromkeys([*own, *dict(self.filters)]))
 
     def name_of(self, column: str) -> str:
@@ -151,7 +149,7 @@ class RowSettings:
         """The name in the file of the column with the answers, for error messages."""
         # For Alpaca name the history: errors about the output were raised earlier.
         alpaca = self.row_format == "alpaca"
-        return self.name_of("history" if alpaca else REQUIRED_COLUMNS[self.row_format][-1])
+        return self.name_of("history" if alpaca else REQUIRED[self.row_format][-1])
 
     def selects(self, fields: Mapping[str, Any]) -> bool:
         """Return whether the filters keep a row. Raises UnusableRowError for a missing column."""
@@ -220,10 +218,8 @@ class _Row(dict[str, Any]):
 
         names: two columns with the same meaning. Raises UnusableRowError if their values differ.
         """
-        found = {name: self[name] for name in names if parse_json_string(self.get(name))}
-        if len(found) == 2 and parse_json_string(found[names[0]]) != parse_json_string(
-            found[names[1]]
-        ):
+        found = {name: self[name] for name in names if decode_json(self.get(name))}
+        if len(found) == 2 and decode_json(found[names[0]]) != decode_json(found[names[1]]):
             both = " and ".join(map(self.quoted, names))
             reason = "two_systems" if "system" in names else "wrong_type"
             raise UnusableRowError(reason, f"{both} differ: keep one of them")
@@ -237,9 +233,7 @@ def detect_formats(fields: Mapping[str, Any]) -> list[str]:
     transcripts with a text also have a column "segments".
     """
     found = [
-        name
-        for name, needed in REQUIRED_COLUMNS.items()
-        if all(column in fields for column in needed)
+        name for name, needed in REQUIRED.items() if all(column in fields for column in needed)
     ]
     return [name for name in found if name not in PIECES] or found
 
@@ -256,9 +250,7 @@ def document_fields(
 ) -> Mapping[str, Any]:
     """Return a row's checked fields under our names. Raises UnusableRowError for a faulty row."""
     fields = _Row(given, columns)
-    missing = [
-        fields.quoted(name) for name in REQUIRED_COLUMNS[row_format] if fields.get(name) is None
-    ]
+    missing = [fields.quoted(name) for name in REQUIRED[row_format] if fields.get(name) is None]
     if missing:
         names = _columns_found(name for name, value in given.items() if value is not None)
         message = f"no {' and no '.join(missing)}, which the format {row_format} needs ({names})"
@@ -274,7 +266,7 @@ def document_fields(
             refuse_media("the row", fields)
         return fields
     if row_format in PIECES:
-        column = REQUIRED_COLUMNS[row_format][0]
+        column = REQUIRED[row_format][0]
         pieces = PIECES[row_format](fields.quoted(column), fields)
         return {"pieces": pieces, "special_tokens": fields.get("special_tokens") is True}
     refuse_media("the row", fields)
@@ -288,7 +280,7 @@ def document_fields(
     if row_format == "alpaca":
         messages = list(_alpaca_turns(fields))
     else:
-        messages = fields.messages(REQUIRED_COLUMNS[row_format][0])
+        messages = fields.messages(REQUIRED[row_format][0])
     return {"messages": _with_system(messages, fields), **extras}
 
 
@@ -299,7 +291,7 @@ def _check_not_blank(fields: _Row, name: str) -> None:
 
 
 def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) or are_messages(parse_json_string(value))
+    return isinstance(value, list) or are_messages(decode_json(value))
 
 
 def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
@@ -337,8 +329,8 @@ def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
         raise wrong_type_error(prompt_name, f"a list of messages, as {completion_name} is", prompt)
     check_text(prompt_name, prompt)
     _check_not_blank(fields, "completion")
-    chat_columns = {*OPTIONAL_COLUMNS["prompt_completion"]} - {*MEDIA}
-    values = {name: parse_json_string(fields.get(name)) for name in sorted(chat_columns)}
+    chat_columns = {*OPTIONAL["prompt_completion"]} - {*MEDIA}
+    values = {name: decode_json(fields.get(name)) for name in sorted(chat_columns)}
     values["chat_template_kwargs"] = _template_kwargs(fields)
     if names := [fields.quoted(k) for k, value in values.items() if value and str(value).strip()]:
         raise UnusableRowError(
@@ -355,11 +347,11 @@ def _alpaca_turns(fields: _Row) -> Iterator[dict[str, Any]]:
     for name, text in (("instruction", instruction), ("input", given)):
         check_text(fields.quoted(name), text)
     _check_not_blank(fields, "output")
-    if parse_json_string(fields.get("history")):
+    if decode_json(fields.get("history")):
         yield from fields.messages("history")
     question = "\n".join(text for text in (instruction, given) if text)
     yield {"role": "user", "content": question}
-    calls = parse_json_string(output) if fields.get("tools") else None  # as in xLAM's data
+    calls = decode_json(output) if fields.get("tools") else None  # as in xLAM's data
     are_calls = isinstance(calls, list) and all(
         isinstance(call, Mapping) and {"name", "arguments"} <= call.keys() for call in calls
     )
@@ -400,7 +392,7 @@ def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str,
 
 
 def _template_kwargs(fields: _Row) -> Mapping[str, Any] | None:
-    variables = parse_json_string(fields.get("chat_template_kwargs")) or {}
+    variables = decode_json(fields.get("chat_template_kwargs")) or {}
     try:
         check_template_variables(variables, fields.quoted("chat_template_kwargs"))
     except ValueError as error:

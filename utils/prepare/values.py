@@ -174,11 +174,11 @@ def tools_of(column: str, value: Any) -> list[Any] | None:
     column: the column's name in errors. Raises UnusableRowError if `value` is no list of JSON
     schemas.
     """
-    tools = parse_json_string(value)
+    tools = decode_json(value)
     if not tools or (isinstance(tools, str) and not tools.strip()):
         return None
     found = []
-    for item in map(parse_json_string, tools if isinstance(tools, list) else [tools]):
+    for item in map(decode_json, tools if isinstance(tools, list) else [tools]):
         if not isinstance(item, Mapping):
             raise wrong_type_error(column, "a list of JSON schemas", value)
         tool = dict(item)
@@ -188,7 +188,7 @@ def tools_of(column: str, value: Any) -> list[Any] | None:
             tool = {"type": "function", "function": tool}
         function = tool.get("function")
         if isinstance(function, Mapping) and "parameters" in function:
-            function = {**function, "parameters": parse_json_string(function["parameters"])}
+            function = {**function, "parameters": decode_json(function["parameters"])}
             tool = {**tool, "function": function}
         found.append(tool)
     return found
@@ -199,7 +199,7 @@ def read_segments(column: str, fields: Mapping[str, Any]) -> Pieces:
 
     column: the column's name in errors. Raises UnusableRowError for malformed segments.
     """
-    segments = parse_json_string(fields["segments"])
+    segments = decode_json(fields["segments"])
     if not isinstance(segments, list) or not segments:
         raise wrong_type_error(column, "a list of {label: true or false, text: ...}", segments)
     for number, each in enumerate(segments):
@@ -239,7 +239,7 @@ def read_tokens(column: str, fields: Mapping[str, Any]) -> Pieces:
     return [([token for _, token in run], is_trained) for is_trained, run in runs]
 
 
-def parse_json_string(value: Any) -> Any:
+def decode_json(value: Any) -> Any:
     """Return the object or list in a JSON string. Return any other value unchanged.
 
     Python's notation ({'a': None}) is also decoded, because pandas writes it into CSV files.
@@ -275,7 +275,7 @@ def renamed_message(given: Any, names: Sequence[tuple[str, str]]) -> Any:
 
     names: pairs (name in the file, our name).
     """
-    message = parse_json_string(given) if names else given
+    message = decode_json(given) if names else given
     if not names or not isinstance(message, Mapping):
         return given
     roles = {theirs: ours for theirs, ours in names if ours in MESSAGE_ROLES}
@@ -289,9 +289,7 @@ def renamed_message(given: Any, names: Sequence[tuple[str, str]]) -> Any:
 def refuse_media(where: str, fields: Mapping[str, Any]) -> None:
     """Raise UnusableRowError for images, video or audio. where: the fields' name in the error."""
     if media := [
-        name
-        for name in fields
-        if name in MEDIA and parse_json_string(fields[name]) not in EMPTY_VALUES
+        name for name in fields if name in MEDIA and decode_json(fields[name]) not in EMPTY_VALUES
     ]:
         message = (
             f"{where} has {', '.join(map(repr, media))}: text alone is trained on; remove what the "

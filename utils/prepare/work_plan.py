@@ -28,7 +28,7 @@ from utils.prepare.hub_datasets import HubCache, cached_files
 from utils.prepare.records import FilePart, converter, cut_file, read_records
 from utils.prepare.rows import (
     DOCUMENT_FORMATS,
-    REQUIRED_COLUMNS,
+    REQUIRED,
     RowSettings,
     becomes_chat,
     detect_formats,
@@ -331,7 +331,7 @@ def _check_first_rows(first: Record, others: Iterator[Record | BadRow], rows: Ro
         fault = fault or f"{document}; {REPAIR}"
     found = detect_formats(renamed(first.fields, rows.columns))
     if found and rows.row_format not in found:
-        needed = " and ".join(map(rows.name_of, REQUIRED_COLUMNS[rows.row_format]))
+        needed = " and ".join(map(rows.name_of, REQUIRED[rows.row_format]))
         fault = f"{first.location}: the format {rows.row_format} needs {needed}; it looks like "
         fault += f"{found[0]}: --format {found[0]}"
     raise ConfigurationError(fault)
@@ -362,7 +362,7 @@ def _row_format(record: Record, source: Source, wanted: str) -> str:
             f"{where}: --columns names {', '.join(absent)}, which this record does not have "
             f"(columns: {shown})"
         )
-    formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in REQUIRED_COLUMNS.items())
+    formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in REQUIRED.items())
     raise ConfigurationError(
         f"{where}: no known format (columns: {shown or 'none'}): {naming_hint(record.fields)}. "
         f"Without --columns a record needs: {formats}"

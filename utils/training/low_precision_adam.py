@@ -50,7 +50,7 @@ KINDS_COMPILED = 64  # limit on compiled variants of the step; torch's default i
 # Tensors by name: weight, gradient, moments, and the scales of moments in 8 bits.
 State = dict[str, Tensor]
 Group = dict[str, Any]
-UpdatedValues = tuple[Tensor, Tensor, Tensor]  # both moments and the weight, float32
+Updated = tuple[Tensor, Tensor, Tensor]  # both moments and the weight, float32
 
 
 class LowPrecisionAdamW(AdamW):
@@ -74,7 +74,7 @@ class LowPrecisionAdamW(AdamW):
         super().__init__(params, fused=True, **kwargs)
         self.kept_as, self.stochastic_rounding, self.seed = kept_as, stochastic_rounding, seed
         self.compiled = compiled
-        self.spans: dict[Tensor, list[Span]] = {}  # by weight; filled at the first step
+        self.spans: dict[Tensor, list[WeightRange]] = {}  # by weight; filled at the first step
         self.steps = 0  # on the host; the step counts in the state are on the device
 
     @torch.no_grad()
@@ -156,7 +156,7 @@ class LowPrecisionAdamW(AdamW):
                 start, stop = max(begin, first), min(begin + stride, end)
                 place = before + start // rows, start % rows
                 on_device = torch.tensor(place).to(weight.device)
-                spans.append(Span(slice(start - first, stop - first), *place, on_device))
+                spans.append(WeightRange(slice(start - first, stop - first), *place, on_device))
             keys += [(index, at * unit) for at in range(first // rows * rows, end, rows)]
         self.keys = np.array(keys, dtype=np.uint64).reshape(-1, 2).T
 
@@ -187,11 +187,7 @@ class LowPrecisionAdamW(AdamW):
 
 
 def update(
-    part: State,
-    formula: Callable[..., UpdatedValues],
-    words: Tensor,
-    factors: Tensor,
-    rounding: bool,
+    part: State, formula: Callable[..., Updated], words: Tensor, factors: Tensor, rounding: bool
 ) -> None:
     """Do AdamW's step for some rows of a weight (`part`): call `formula`, round and store results.
 
@@ -219,7 +215,7 @@ def _update_periods(
     update(part, formula, words[at % len(words)], factors, rounding)
 
 
-def _fused_formula(group: Group, step: Tensor, *values: Tensor) -> UpdatedValues:
+def _fused_formula(group: Group, step: Tensor, *values: Tensor) -> Updated:
     """Do torch's AdamW step in place; return both moments and the weight.
 
     step: the number of this step, counted from 1. values: weight, gradient and both moments
@@ -234,7 +230,7 @@ def _fused_formula(group: Group, step: Tensor, *values: Tensor) -> UpdatedValues
     return first, second, weight
 
 
-def _plain_formula(numbers: Tensor, *values: Tensor) -> UpdatedValues:
+def _plain_formula(numbers: Tensor, *values: Tensor) -> Updated:
     """Return moments and weight after AdamW's step (Loshchilov and Hutter 2019, algorithm 2)."""
     weight, gradient, first, second = values
     decay, beta1, new1, beta2, new2, eps, step_size, correction = numbers.unbind()
@@ -260,7 +256,7 @@ def step_numbers(group: Group, steps: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return torch.stack(numbers, dim=1).float().unbind()
 
 
-class Span(NamedTuple):
+class WeightRange(NamedTuple):
     """The rows of a weight that one `update` call processes, and the location of the first row."""
 
     rows: slice

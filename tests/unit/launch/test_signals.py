@@ -260,6 +260,6 @@ def test_a_rank_ends_if_its_launcher_dies_while_the_rank_looks_for_it(monkeypatc
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
     monkeypatch.setattr(os, "kill", lambda *sent: killed.append(sent))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run of torchrun")
-    monkeypatch.delenv(signals.LAUNCHER_VARIABLE, raising=False)
+    monkeypatch.delenv(signals.LAUNCHER_PID, raising=False)
     signals.end_with_launcher()
     assert killed == [(os.getpid(), signal.SIGKILL)]
