@@ -82,7 +82,7 @@ def test_rank_0_alone_writes_after_the_last_collective(pretraining, tmp_path):
     last = max(collectives, key=lambda each: each["ts"])
     assert last["name"] == "gloo:barrier", "it waits for all others"
     assert all(each["ts"] + each["dur"] <= last["ts"] + last["dur"] for each in collectives)
-    assert len({each["tid"] for each in collectives}) <= 2, "no turn of an Agreement, with no end"
+    assert len({each["tid"] for each in collectives}) <= 2, "no turn of an AsyncMax, with no end"
     text = (tmp_path / "run/profile/kernels.txt").read_text()
     assert "; the first step of a start compiles and allocates, choose later ones" in text
 

@@ -72,7 +72,9 @@ def test_neither_other_ranks_nor_a_run_that_lost_its_directory_write(tmp_path, m
     assert not caplog.records
     write(tmp_path, [(1, {"loss": 1.0})])
     before = lines(tmp_path)
-    monkeypatch.setattr("utils.callbacks.journal.known_loss", {tmp_path: "taken over"}.get)
+    monkeypatch.setattr(
+        "utils.callbacks.journal.last_lost_lock_message", {tmp_path: "taken over"}.get
+    )
     write(tmp_path, [(1, {"loss": 2.0})], start_step=1)
     assert lines(tmp_path) == before
 

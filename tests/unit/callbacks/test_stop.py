@@ -62,7 +62,7 @@ class Ranks:
         self, folder, monkeypatch, ranks=1, *, end_time=None, save_minutes=0, budget_end=None
     ):
         self.now, self.signals = 1000.0, {}
-        monkeypatch.setattr("utils.callbacks.stop.Agreement", agreement_of(ranks))
+        monkeypatch.setattr("utils.callbacks.stop.AsyncMax", agreement_of(ranks))
         self.states = [TrainerState(max_steps=100) for _ in range(ranks)]
         self.controls = [TrainerControl() for _ in range(ranks)]
         self.args, self.watches = [], []
