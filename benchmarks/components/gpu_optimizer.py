@@ -17,10 +17,15 @@ MATRICES = 24
 OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-def ours(kept_as: str, compiled: bool, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+def ours(moment_type: str, compiled: bool, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Keep the states so; weights in bfloat16 are rounded stochastically."""
     return LowPrecisionAdamW(
-        weights, lr=1e-4, kept_as=kept_as, stochastic_rounding=True, seed=1, compiled=compiled
+        weights,
+        lr=1e-4,
+        moment_type=moment_type,
+        stochastic_rounding=True,
+        seed=1,
+        compiled=compiled,
     )
 
 

@@ -114,7 +114,7 @@ def test_noise_is_as_loud_as_the_document_is_short():
     model = Model()
     noise = EmbeddingNoise(model, alpha=5)
     ids, ends = torch.zeros(2, 8, dtype=torch.int64), torch.tensor([0, 2, 8, 16], dtype=torch.int32)
-    noise.take_boundaries(ends, 16)
+    noise.set_lengths(ends, 16)
     added = (model.embedding(ids) - model.embedding.weight[0]).detach().abs().view(16, -1)
     for start, stop in ((0, 2), (2, 8), (8, 16)):
         loudest = 5 / ((stop - start) * 1024) ** 0.5

@@ -48,7 +48,7 @@ class NonFiniteGuard(TrainerCallback):
     gradient norm, and `settle` before an evaluation or a save. Losses and norms are copied to the
     host asynchronously, and the ranks exchange their findings one step later, so no step waits.
 
-    judges_gradients: whether gradient norms are checked. False if a loss scaler (fp16) handles
+    checks_gradients: whether gradient norms are checked. False if a loss scaler (fp16) handles
     overflow of gradients. context_parallel: the number of ranks that share a micro-batch. on_spike:
     "stop" means that the run also ends when rank 0 finds a spike in the logged loss.
     """
@@ -58,7 +58,7 @@ class NonFiniteGuard(TrainerCallback):
     ):
         self.output_dir, self.context_parallel = Path(output_dir), context_parallel
         self.on_spike = on_spike
-        self.judges_gradients = True
+        self.checks_gradients = True
         self.agreement: AsyncMax | None = None  # while training
         self.losses: list[torch.Tensor] = []  # of the current step
         # Copies from the device: the step, its losses and gradient norm (float32), and the event
@@ -82,7 +82,7 @@ class NonFiniteGuard(TrainerCallback):
         """Start to copy a step's losses and gradient norm to the host. Steps begin at 0."""
         if not self.losses:
             return  # at the end of an epoch Trainer calls again for the same step
-        norm = gradient_norm if self.judges_gradients and gradient_norm is not None else 0.0
+        norm = gradient_norm if self.checks_gradients and gradient_norm is not None else 0.0
         if hasattr(norm, "full_tensor"):  # FSDP2: sum over ranks here, on the device
             norm = norm.full_tensor()
         figures = [

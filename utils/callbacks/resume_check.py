@@ -81,7 +81,9 @@ class ResumeCheck(TrainerCallback):
                 logger.info("resume check: left out, changed: %s", changed)
             elif self.suspects:
                 due = sorted(self.logs)[: self.count]
-                self.repeated = logs_by_host(due, lines, [*starts, self.new_start], but=index)
+                self.repeated = logs_by_host(
+                    due, lines, [*starts, self.new_start], skipped_start=index
+                )
                 return due
         except Exception as error:  # a record that is damaged or of an older version
             logger.warning("resume check: left out, provenance.json lacks: %r", error)
@@ -169,18 +171,23 @@ def logs_after(
 
 
 def logs_by_host(
-    steps: Sequence[int], lines: Iterable[LoggedValues], starts: Sequence[LoggedValues], but: int
+    steps: Sequence[int],
+    lines: Iterable[LoggedValues],
+    starts: Sequence[LoggedValues],
+    skipped_start: int,
 ) -> list[tuple[int, str, LoggedValues]]:
-    """Return the logs of `steps` from all starts except the start with index `but`.
+    """Return the logs of `steps` from all starts except the start with index `skipped_start`.
 
     The result is a list of (step, host names, log). lines, starts: see `logs_after`
     """
     began = [datetime.fromisoformat(start["time"]).timestamp() for start in starts]
-    found, index = [], but
+    found, index = [], skipped_start
     for line in lines:
         if line["event"] in STARTS:
             index = sum(at <= line["time"] + 1 for at in began) - 1
-        elif line["event"] == "train" and line["step"] in steps and index not in (-1, but):
+        elif (
+            line["event"] == "train" and line["step"] in steps and index not in (-1, skipped_start)
+        ):
             hosts = (starts[index].get("launch") or {}).get("hosts") or ["an unknown node"]
             found.append((line["step"], ", ".join(hosts), line))
     return found

@@ -200,10 +200,10 @@ class RunOwner:
     def belongs_to(self, slurm: Mapping[str, Any]) -> bool:
         """Return whether job id and restart counts equal those of `slurm` in provenance.json."""
         counts = (int(slurm.get(name) or 0) for name in ("restart_count", "restart_in_job"))
-        return (self.job, *self.start_of_job) == (slurm.get("job_id"), *counts)
+        return (self.job, *self.restart_counts) == (slurm.get("job_id"), *counts)
 
     @property
-    def start_of_job(self) -> tuple[int, int]:
+    def restart_counts(self) -> tuple[int, int]:
         """(number of restarts by Slurm, number of restarts inside the job since then)."""
         return self.restart_count, self.restart_in_job
 
@@ -330,7 +330,7 @@ def _is_gone(last: RunOwner) -> bool:
     # Slurm and slurm/training_job.sh restart ranks only after all old processes of the job ended.
     job = os.environ.get("SLURM_JOB_ID")
     silent = last in _silent_owners  # False after a new heartbeat, because it changes `last.beats`
-    earlier = job is not None and last.job == job and last.start_of_job < _restart_counts()
+    earlier = job is not None and last.job == job and last.restart_counts < _restart_counts()
     return silent or last.gone or earlier
 
 
@@ -390,7 +390,7 @@ def _read_owner(folder: Path, number: int) -> RunOwner | None:
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     texts = (owner.host, owner.machine, owner.job or "", owner.error or "", owner.phase)
-    numbers = (owner.pid, *owner.start_of_job)
+    numbers = (owner.pid, *owner.restart_counts)
     fits = all(isinstance(text, str) for text in texts) and type(owner.left) is bool
     fits = fits and all(type(number) is int and 0 <= number < 2**31 for number in numbers)
     return owner if fits and owner.pid else None

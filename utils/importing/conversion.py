@@ -397,4 +397,4 @@ def _remove_unusable_settings(state: Conversion) -> None:
     for name, why in refused.items():
         state.run.pop(name, None)
         add = state.note if name in moot else state.change
-        add(state.made_of.get(name, name), why)
+        add(state.source_keys.get(name, name), why)

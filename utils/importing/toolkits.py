@@ -75,7 +75,7 @@ class Conversion:
     def __init__(self, kind: str, entries: Mapping[str, tuple[Any, int]], path: Path, gpus: int):
         self.kind, self.path, self.gpus = kind, path, gpus
         self.its_default = f"the default of {kind}"
-        self.made_of: dict[str, str] = {}  # {setting: the config's key that it comes from}
+        self.source_keys: dict[str, str] = {}  # {setting: the config's key that it comes from}
         self.run: dict[str, tuple[Any, str]] = {}
         self.data: dict[str, Any] = {}
         self.more_data: list[dict[str, Any]] = []
@@ -183,7 +183,7 @@ class Conversion:
                 self.note(key, BY_DEFAULT)
                 return
         self.run[name] = (value, comment)
-        self.made_of[name] = key
+        self.source_keys[name] = key
 
     def move(self, name: str) -> None:
         """Move a setting with its value from `given` to the training recipe."""

@@ -150,7 +150,7 @@ class Curves:
             for line, mean in zip(kept, means[chosen].tolist(), strict=True)
         ], count
 
-    def undone(self) -> list[Line]:
+    def repeated_lines(self) -> list[Line]:
         """Return the training log lines whose steps a later start of the script repeated.
 
         After the lines of each start comes a line with a NaN loss, which separates the curves.
@@ -177,7 +177,7 @@ def charts_of(
     steps = {one.step for one in found}
     spiked = [line for line in trained if line["step"] in steps] if steps else []
     losses = [
-        curves.series("train", "loss", curves.undone(), "lost", "repeated later"),
+        curves.series("train", "loss", curves.repeated_lines(), "lost", "repeated later"),
         curves.series("train", "loss", style="faint" if count > 1 else "line"),
         curves.series(f"mean of {count} logs", "loss", smooth) if count > 1 else None,
         *(curves.evaluations(split, f"eval {split or ''}") for split in curves.evaluated),

@@ -57,7 +57,7 @@ LOW_PRECISION_STRATEGIES = ("single", "ddp", "fsdp2")
 class OptimizerStates:
     """Options of LowPrecisionAdamW: the type of Adam's moments, and how weights are rounded."""
 
-    kept_as: str
+    moment_type: str
     stochastic_rounding: bool
 
 
@@ -169,7 +169,9 @@ def plan_run(
                 suggest(planner, report)
         memory = plan_memory(setup, report)
         if planner is not None:
-            report.say(forecast_line(planner, memory.choice, sampler.last_size_steps, to_longest))
+            report.say(
+                forecast_line(planner, memory.choice, sampler.steps_at_last_size, to_longest)
+            )
             report_ranks(setup, planner.gpus, sampler, report)
         saved_bytes = checkpoint_bytes(setup)
         if run.dry_run:
@@ -254,7 +256,7 @@ def precision_line(
     parts = [f"{dtype_name(weights)} weights", f"{computed}{hint}"]
     if states is not None:
         rounded = ", weights rounded stochastically" if states.stochastic_rounding else ""
-        parts.append(f"Adam's states in {states.kept_as}{rounded}")
+        parts.append(f"Adam's states in {states.moment_type}{rounded}")
     elif weights == torch.bfloat16 and not settings.model.use_peft:
         parts.append(
             "rounded to the nearest: updates below a 500th of a weight are lost "

@@ -127,7 +127,9 @@ class MarkedChat:
         """Render `messages` with this chat's tools and template options. Marks are kept."""
         return self._template.render(replace(self.chat, messages=messages), generation_prompt)
 
-    def behind_words(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
+    def text_after_last_mark(
+        self, messages: Sequence[Message], generation_prompt: bool = False
+    ) -> str:
         """Render marked messages. Return the text after their last mark, without marks."""
         text, marks = self._separate_marks(self.rendered(messages, generation_prompt))
         return text[max((mark.at for mark in marks if mark.message != NO_MESSAGE), default=0) :]
@@ -243,7 +245,7 @@ class MarkedChat:
                 )
                 raise self.refused(index, problem, "text_changed")
 
-    def turns_without_thinking(self) -> set[int]:
+    def check_texts_printed(self) -> set[int]:
         """Return the indices of messages that are rendered without their reasoning.
 
         Many templates leave out the reasoning of earlier turns. Raises UnusableRowError if the

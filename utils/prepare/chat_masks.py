@@ -96,7 +96,7 @@ class ChatMasks:
         turns = [i for i, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
         text, blocks = self.template.render_with_markers(chat)
         marked = MarkedChat(self.template, chat, text)
-        without_thinking = marked.turns_without_thinking()
+        without_thinking = marked.check_texts_printed()
         if self.template.has_markers:
             spans = _spans_of_blocks(marked, turns, blocks)
         else:

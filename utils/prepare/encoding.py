@@ -59,7 +59,7 @@ class SpecialTokens:
             "special ones, so a text's own tokens cannot be told from them"
         )
 
-    def around(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def ids_to_add(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return two arrays: the special ids to add before `ids` and behind `ids`.
 
         Special tokens that `ids` already has are left out. EOS always ends a document, even if the
@@ -132,7 +132,7 @@ class Prompt(NamedTuple):
 def prompt_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     """Return the token ids of a prompt: with BOS if training adds BOS, and without EOS."""
     (ids,) = encode(tokenizer, [text])
-    before, _ = SpecialTokens.of(tokenizer).around(ids)
+    before, _ = SpecialTokens.of(tokenizer).ids_to_add(ids)
     return [*before.tolist(), *ids.tolist()]
 
 

@@ -19,7 +19,7 @@ from utils.config.preparation import PreparationArguments, Source, parse_sources
 from utils.host.atomic_files import replace_text
 from utils.host.hub import hub_fault
 from utils.prepare.source_files import COMPRESSIONS, RECORD_KINDS, SPLIT_NAMES, Remarks
-from utils.prepare.workspace import beside, commits_begun_with
+from utils.prepare.workspace import beside, earlier_hub_commits
 
 if TYPE_CHECKING:
     from huggingface_hub import ResolvedRevision
@@ -85,7 +85,7 @@ def hub_dataset(path: str, source: Source) -> HubDataset | None:
 class HubCache:
     """The Hub's cache: in `offline_dir`, or by default in the user's HF_HOME.
 
-    begun_with: {HubDataset.key: commit} of the datasets that earlier preparations of this
+    pinned_commits: {HubDataset.key: commit} of the datasets that earlier preparations of this
     output_dir have read. The same commits are read again, even if a dataset has changed on the Hub.
     commits: {HubDataset.key: commit} of the datasets that `cached_files` has found in the cache.
     """
@@ -97,7 +97,7 @@ class HubCache:
         self.folder = (Path(home) / "hub" if home else Path(constants.HF_HUB_CACHE)).absolute()
         output_dir = arguments.output_dir  # empty if there are only models to download
         folder = beside(output_dir, "new") if arguments.overwrite else Path(output_dir)
-        self.begun_with = commits_begun_with(folder) if output_dir else {}
+        self.pinned_commits = earlier_hub_commits(folder) if output_dir else {}
         self.commits: dict[str, str] = {}
 
     def resolve(
@@ -128,7 +128,7 @@ class HubCache:
         """
         from huggingface_hub import HfApi
 
-        revision = self.begun_with.get(dataset.key, dataset.revision)
+        revision = self.pinned_commits.get(dataset.key, dataset.revision)
         resolved = self.resolve("dataset", dataset.name, revision, ask=ask)
         commit = resolved.resolved
         folder = self.snapshot("dataset", dataset.name, commit).parents[1] / "stoker"

@@ -83,17 +83,19 @@ def begin_preparation(arguments: PreparationArguments) -> Preparation:
     sha256, template = tokenizer_sha256(tokenizer), chat_template_sha256(tokenizer)
     hashes = {"sha256": sha256, "chat_template_sha256": template}
     folder = Path(arguments.output_dir)
-    movable = plan.digest(hashes, folder.absolute())
-    workspace = Workspace(folder, plan.digest(hashes), plan.commits, movable=movable)
+    relative_digest = plan.digest(hashes, folder.absolute())
+    workspace = Workspace(
+        folder, plan.digest(hashes), plan.commits, relative_digest=relative_digest
+    )
     workspace = workspace.overwriting() if arguments.overwrite else workspace
     return Preparation(arguments, plan, tokenizer, sha256, template, workspace)
 
 
-def finish_preparation(given: Preparation, *, apart: bool = False) -> Path | None:
+def finish_preparation(given: Preparation, *, only_workers: bool = False) -> Path | None:
     """Tokenize this shard of a planned preparation, assemble datasets and return their folder.
 
-    Returns None if the datasets are not assembled yet. apart: tokenize only in worker processes.
-    Raises ConfigurationError for unusable rows and unfinished shards.
+    Returns None if the datasets are not assembled yet. only_workers: tokenize only in worker
+    processes. Raises ConfigurationError for unusable rows and unfinished shards.
     """
     arguments, plan, tokenizer = given.arguments, given.plan, given.tokenizer
     workspace = given.workspace
@@ -109,7 +111,7 @@ def finish_preparation(given: Preparation, *, apart: bool = False) -> Path | Non
         document_format = plan.settings.document_format
         backend = choose_backend(arguments.tokenizer_backend, tokenizer, document_format)
         worker = UnitWorker(tokenizer, backend, plan.settings, workspace)
-        run_units(left, worker, arguments.num_proc, apart=apart)
+        run_units(left, worker, arguments.num_proc, only_workers=only_workers)
     if arguments.shard:
         logger.info("shard %d/%d is complete", shard, shards)
         array = os.environ.get("SLURM_ARRAY_JOB_ID")
@@ -212,7 +214,7 @@ def assemble_split(split: str, given: Preparation, counts: Mapping[int, UnitCoun
         chat_template_sha256=given.template_sha256 if is_chat else None,
         preparation={
             "settings_sha256": workspace.digest,
-            "movable_sha256": workspace.movable,
+            "movable_sha256": workspace.relative_digest,
             "settings": asdict(plan.settings),
             "sources": describe_sources(split, plan, counts),
             **figures,

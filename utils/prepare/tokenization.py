@@ -133,7 +133,7 @@ class DocumentTokenizer:
         for document in documents:
             is_short = len(document.text) <= limit
             ids = next(short) if is_short else self._encode_long_text(document.text)
-            before, behind = self._special_tokens.around(ids)
+            before, behind = self._special_tokens.ids_to_add(ids)
             whole = np.concatenate([before, ids, behind])
             if len(whole) <= 4 and self._special_tokens.are_all(whole):
                 yield _empty_row(document)
@@ -167,7 +167,7 @@ class DocumentTokenizer:
             if self._special_tokens.are_all(ids[start:]):
                 yield _empty_row(document)
                 continue
-            before, behind = self._special_tokens.around(ids)
+            before, behind = self._special_tokens.ids_to_add(ids)
             whole = np.concatenate([before, ids, behind])
             mask = np.arange(len(whole)) >= len(before) + start
             notes = Counter([BLANK_NOTE if overlap.isspace() else WORDS_NOTE] if overlap else [])
@@ -181,7 +181,7 @@ class DocumentTokenizer:
             ids = np.concatenate(parts)
             mask = np.repeat([mark for _, mark in document.pieces], list(map(len, parts)))
             if document.special_tokens:
-                before, behind = self._special_tokens.around(ids)
+                before, behind = self._special_tokens.ids_to_add(ids)
                 ids = np.concatenate([before, ids, behind])
                 mask = np.pad(mask, (len(before), len(behind)), "edge")
             if not 0 <= ids.min() <= ids.max() < len(self.tokenizer):

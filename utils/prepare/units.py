@@ -56,18 +56,18 @@ LEAST_BYTES_A_WORKER = {"gigatoken": 64 << 20, "tokenizers": 4 << 20}
 
 
 def run_units(
-    units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int, *, apart: bool = False
+    units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int, *, only_workers: bool = False
 ) -> None:
     """Prepare all work units, in up to `num_proc` worker processes if there is enough work.
 
-    apart: tokenize only in worker processes. Raises ConfigurationError for unusable rows after all
-    units are checked. A unit in which no row is usable ends the work at once.
+    only_workers: tokenize only in worker processes. Raises ConfigurationError for unusable rows
+    after all units are checked. A unit in which no row is usable ends the work at once.
     """
     total_bytes = sum(unit.size for unit in units)
     workers = min(num_proc, len(units), total_bytes // LEAST_BYTES_A_WORKER[worker.backend])
     finished = (
         _run_in_processes(units, worker, max(workers, 1))
-        if workers > 1 or apart
+        if workers > 1 or only_workers
         else ((unit, worker.run(unit)) for unit in units)
     )
     start = last_logged = time.monotonic()

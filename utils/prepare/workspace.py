@@ -109,7 +109,7 @@ class UnitCounts:
         return UnitCounts(**total | {"examples": total["examples"][:EXAMPLES_KEPT]})
 
 
-def commits_begun_with(output_dir: Path) -> dict[str, str]:
+def earlier_hub_commits(output_dir: Path) -> dict[str, str]:
     """Return {NAME@REVISION: commit} of the Hub datasets that earlier work in output_dir used."""
     with suppress(OSError, ValueError):
         settings = json.loads((output_dir / WORKSPACE / SETTINGS_FILE).read_text(encoding="utf-8"))
@@ -123,15 +123,15 @@ class Workspace:
     """Working files of one preparation. digest: the hash of its sources, settings and tokenizer.
 
     commits: {NAME@REVISION: commit} of the Hub datasets among the sources. replaced: the folder of
-    finished datasets that `publish` replaces by output_dir (--overwrite). movable: `digest` with
-    paths relative to output_dir, to recognize datasets that were copied with their sources.
+    finished datasets that `publish` replaces by output_dir (--overwrite). relative_digest: `digest`
+    with paths relative to output_dir, to recognize datasets that were copied with their sources.
     """
 
     output_dir: Path
     digest: str
     commits: Mapping[str, str] = field(default_factory=dict)
     replaced: Path | None = None
-    movable: str = ""
+    relative_digest: str = ""
 
     @property
     def root(self) -> Path:
@@ -161,7 +161,7 @@ class Workspace:
     def _has_current_datasets(self) -> bool:
         described = read_description(self.output_dir / TRAIN)
         found = described.preparation if described else {}
-        moved = found.get("movable_sha256") == self.movable != ""
+        moved = found.get("movable_sha256") == self.relative_digest != ""
         return moved or found.get("settings_sha256") == self.digest
 
     def overwriting(self) -> "Workspace":

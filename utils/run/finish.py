@@ -126,7 +126,7 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
                 trainer.callbacks.progress.begin(Phase.FINISH, state.global_step)
                 trainer.checkpoints.check_ownership()
                 if average is not None:
-                    average.put_in_place()
+                    average.copy_into_model()
                 export_final(trainer, save_dtype)
         trainer.accelerator.wait_for_everyone()  # rank 0 hosts the TCPStore of all ranks
         trainer.accelerator.end_training()

@@ -90,7 +90,7 @@ def _prepare_once(settings: RunSettings, raw: RawData) -> None:
     take_run_lock(output_dir)  # no second job prepares there
     line = "train_data: preparing %s, as this command does (it continues after an interruption): %s"
     logger.info(line, names, command)
-    finish_preparation(planned, apart=True)
+    finish_preparation(planned, only_workers=True)
 
 
 def _preparation_arguments(settings: RunSettings, raw: RawData) -> PreparationArguments:

@@ -54,7 +54,7 @@ Updated = tuple[Tensor, Tensor, Tensor]  # both moments and the weight, float32
 
 
 class LowPrecisionAdamW(AdamW):
-    """AdamW that stores its moments as float32, bfloat16 or int8 (`kept_as`).
+    """AdamW that stores its moments as float32, bfloat16 or int8 (`moment_type`).
 
     Moments are rounded up or down at random, because rounding to the nearest value would undo small
     changes: a second moment decays by only a thousandth per step. bfloat16 weights are rounded at
@@ -68,11 +68,15 @@ class LowPrecisionAdamW(AdamW):
     """
 
     def __init__(
-        self, params: Any, *, kept_as: str, stochastic_rounding: bool, seed: int,
+        self, params: Any, *, moment_type: str, stochastic_rounding: bool, seed: int,
         compiled: bool = False, **kwargs: Any,
     ):  # fmt: skip
         super().__init__(params, fused=True, **kwargs)
-        self.kept_as, self.stochastic_rounding, self.seed = kept_as, stochastic_rounding, seed
+        self.moment_type, self.stochastic_rounding, self.seed = (
+            moment_type,
+            stochastic_rounding,
+            seed,
+        )
         self.compiled = compiled
         self.spans: dict[Tensor, list[WeightRange]] = {}  # by weight; filled at the first step
         self.steps = 0  # on the host; the step counts in the state are on the device
@@ -108,9 +112,9 @@ class LowPrecisionAdamW(AdamW):
 
     def _new_state(self, weight: Tensor) -> State:
         state = {"step": torch.zeros((), dtype=torch.float32, device=weight.device)}
-        block = block_size(weight.shape) if self.kept_as == "int8" else None
+        block = block_size(weight.shape) if self.moment_type == "int8" else None
         if block is None:
-            dtype = torch.bfloat16 if self.kept_as == "bfloat16" else torch.float32
+            dtype = torch.bfloat16 if self.moment_type == "bfloat16" else torch.float32
             return state | {name: torch.zeros_like(weight, dtype=dtype) for name in MOMENTS}
         for name, codes in zip(MOMENTS, (torch.int8, torch.uint8), strict=True):
             state[name] = torch.zeros_like(weight, dtype=codes)

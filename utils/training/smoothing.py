@@ -83,7 +83,7 @@ class AveragedWeights(TrainerCallback):
         checkpoint.load(state, checkpoint_id=str(folder), no_dist=not is_initialized())
 
     @torch.no_grad()
-    def put_in_place(self) -> None:
+    def copy_into_model(self) -> None:
         """Copy the averaged weights into the model, at the end of the run."""
         for weight, average in zip(self.weights, self.average.values(), strict=True):
             weight.copy_(_local(average))
@@ -109,7 +109,7 @@ class EmbeddingNoise:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         base.get_input_embeddings().register_forward_hook(self._add)
 
-    def take_boundaries(
+    def set_lengths(
         self, cu_seq_lens: Tensor, tokens: int, context: ContextGroup | None = None, rows: int = 1
     ) -> None:
         """Set the document length of each token in the next micro-batch, which has `tokens` tokens.
@@ -126,7 +126,7 @@ class EmbeddingNoise:
     def _add(self, embedding: nn.Module, _: Any, output: Tensor) -> Tensor | None:
         if not embedding.training:
             return None
-        assert self.lengths is not None, "take_boundaries comes first"
+        assert self.lengths is not None, "set_lengths comes first"
         scale = self.alpha * (self.lengths * output.shape[-1]).float().rsqrt()
         noise = torch.empty_like(output).uniform_(-1, 1)
         return output + noise * scale.reshape(*output.shape[:-1], 1).to(output.dtype)

@@ -87,7 +87,7 @@ class PackedTrainer(SavingTrainer):
         for reporter in (PrinterCallback, ProgressCallback):
             self.remove_callback(reporter)  # the Journal callback reports instead
         # In fp16 a loss scaler skips steps with overflowing gradients, so they are no error.
-        self.callbacks.guard.judges_gradients = self.accelerator.mixed_precision != "fp16"
+        self.callbacks.guard.checks_gradients = self.accelerator.mixed_precision != "fp16"
         tune_strategy(self.accelerator)
         self.sums_replicas = has_replicas(self.accelerator)
         # Replace Trainer's NEFTune noise, which depends on the length of packed sequences.
@@ -139,7 +139,7 @@ class PackedTrainer(SavingTrainer):
         prepared = model_inputs(used, self.args.device)
         if self.noise is not None:
             rows, tokens = len(prepared["input_ids"]), prepared["input_ids"].numel()
-            self.noise.take_boundaries(prepared["cu_seq_lens_q"], tokens, context, rows)
+            self.noise.set_lengths(prepared["cu_seq_lens_q"], tokens, context, rows)
         if self.compiled:  # layers accept any number of documents
             torch._dynamo.mark_dynamic(prepared["cu_seq_lens_q"], 0)
         if context is not None:

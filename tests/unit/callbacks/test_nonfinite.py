@@ -67,11 +67,11 @@ class Run:
 
 def test_a_norm_of_minus_1_is_deepspeeds_nan_and_ends_the_run_a_step_later(tmp_path):
     run = Run(tmp_path)
-    run.guard.judges_gradients = False
+    run.guard.checks_gradients = False
     run.step(norm=math.inf)  # a loss scaler handles it
     run.guard.settle(nn.Linear(2, 2))
     assert not list(tmp_path.iterdir())
-    run.guard.judges_gradients = True
+    run.guard.checks_gradients = True
     run.step(norm=-1.0)
     run.step()
     with pytest.raises(NotFiniteError, match=r"step 2: the gradient norm is not finite \(-1\.0\)"):

@@ -50,9 +50,11 @@ def weights(dtype=torch.float32) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
 
 
-def low(parameters, kept_as="bfloat16", compiled=False, seed=3, **changes) -> LowPrecisionAdamW:
+def low(parameters, moment_type="bfloat16", compiled=False, seed=3, **changes) -> LowPrecisionAdamW:
     settings = SETTINGS | {"stochastic_rounding": True} | changes
-    return LowPrecisionAdamW(parameters, kept_as=kept_as, seed=seed, compiled=compiled, **settings)
+    return LowPrecisionAdamW(
+        parameters, moment_type=moment_type, seed=seed, compiled=compiled, **settings
+    )
 
 
 def torchs_own() -> torch.optim.AdamW:
@@ -74,18 +76,18 @@ def take(optimizer, steps: range) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("kept_as", "bytes_", "tolerance"),
+    ("moment_type", "bytes_", "tolerance"),
     [("float32", 8, 0), ("bfloat16", 4, 1e-2), ("int8", 2, 0.1)],
 )
-def test_it_is_torchs_own_in_float32_and_near_it_in_fewer_bytes(kept_as, bytes_, tolerance):
-    optimizer = low(weights(), kept_as)
+def test_it_is_torchs_own_in_float32_and_near_it_in_fewer_bytes(moment_type, bytes_, tolerance):
+    optimizer = low(weights(), moment_type)
     ours, theirs, before = (
         torch.cat([one.detach().flatten() for one in each])
         for each in (take(optimizer, range(20)), take(torchs_own(), range(20)), weights())
     )
     difference = ((ours - theirs).norm() / (theirs - before).norm()).item()
     assert difference <= tolerance
-    assert bool(difference) is (kept_as != "float32")
+    assert bool(difference) is (moment_type != "float32")
     (weight, state), *_ = optimizer.state.items()
     assert sum(v.nbytes for v in state.values()) / weight.numel() == pytest.approx(bytes_, rel=0.02)
 
@@ -104,10 +106,10 @@ def test_small_updates_of_bfloat16_weights_add_up_only_if_they_are_rounded_at_ra
     assert moved[True] == pytest.approx(0.1, rel=0.02)
 
 
-@pytest.mark.parametrize("kept_as", LOW)
-def test_a_second_moment_decays_by_a_thousandth_a_step(kept_as):
+@pytest.mark.parametrize("moment_type", LOW)
+def test_a_second_moment_decays_by_a_thousandth_a_step(moment_type):
     parameter = nn.Parameter(torch.ones(16, 256))
-    optimizer = low([parameter], kept_as, betas=(0.9, 0.999))
+    optimizer = low([parameter], moment_type, betas=(0.9, 0.999))
     gradient = torch.rand_like(parameter) + 0.5
     for step in range(301):
         parameter.grad = gradient * (step == 0)
@@ -120,11 +122,11 @@ def test_a_second_moment_decays_by_a_thousandth_a_step(kept_as):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "kept_as"), [(torch.float32, "float32"), (torch.bfloat16, "int8")]
+    ("dtype", "moment_type"), [(torch.float32, "float32"), (torch.bfloat16, "int8")]
 )
-def test_compiled_it_is_the_same_step_but_for_float32_rounding(dtype, kept_as):
+def test_compiled_it_is_the_same_step_but_for_float32_rounding(dtype, moment_type):
     """At most one rounding in a thousand may differ. With other noise half of them would."""
-    eager, compiled = (low(weights(dtype), kept_as, each) for each in (False, True))
+    eager, compiled = (low(weights(dtype), moment_type, each) for each in (False, True))
     before = compiled_graphs()
     theirs, ours = (take(each, range(4)) for each in (eager, compiled))
     assert compiled_graphs() - before == 3, "a graph for each unit"
@@ -140,29 +142,29 @@ def test_compiled_it_is_the_same_step_but_for_float32_rounding(dtype, kept_as):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("kept_as", "compiled"),
+    ("moment_type", "compiled"),
     [
         *[(name, False) for name in ("float32", *LOW)],
         pytest.param("int8", True, marks=pytest.mark.slow),
     ],
 )
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(kept_as, dtype, compiled, tmp_path):
-    whole = take(low(weights(dtype), kept_as, compiled), range(5))
-    first = low(weights(dtype), kept_as, compiled)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(moment_type, dtype, compiled, tmp_path):
+    whole = take(low(weights(dtype), moment_type, compiled), range(5))
+    first = low(weights(dtype), moment_type, compiled)
     kept = take(first, range(3))
     torch._dynamo.reset()  # as in another process
-    second = low([nn.Parameter(value) for value in kept], kept_as, compiled)
+    second = low([nn.Parameter(value) for value in kept], moment_type, compiled)
     torch.save(first.state_dict(), tmp_path / "state")
     second.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     assert all(map(torch.equal, take(second, range(3, 5)), whole))
-    other_seed = low(weights(dtype), kept_as, compiled, seed=4)
+    other_seed = low(weights(dtype), moment_type, compiled, seed=4)
     same = map(torch.equal, take(other_seed, range(5)), whole)
-    assert all(same) is (kept_as == "float32" and dtype == torch.float32)
+    assert all(same) is (moment_type == "float32" and dtype == torch.float32)
 
 
 @pytest.mark.parametrize("compiled", [False, COMPILED])
-@pytest.mark.parametrize("kept_as", LOW)
-def test_shards_of_rows_are_rounded_as_the_whole(kept_as, compiled, monkeypatch):
+@pytest.mark.parametrize("moment_type", LOW)
+def test_shards_of_rows_are_rounded_as_the_whole(moment_type, compiled, monkeypatch):
     """Cut a tensor as FSDP2 does, for several numbers of ranks; one rank gets no row."""
     rows, width = 1501, 192
     generator = torch.Generator().manual_seed(0)
@@ -173,7 +175,7 @@ def test_shards_of_rows_are_rounded_as_the_whole(kept_as, compiled, monkeypatch)
         # A shard may be too small for 8 bits although its weight is not.
         monkeypatch.setattr(low_precision_adam, "_first_element", lambda _: part.start * width)
         monkeypatch.setattr(low_precision_adam, "block_size", lambda _: width)
-        optimizer = low([weight], kept_as, compiled)
+        optimizer = low([weight], moment_type, compiled)
         for _ in range(3):
             weight.grad = gradient[part].clone()
             optimizer.step()
@@ -199,14 +201,14 @@ def test_a_missing_gradient_is_left_alone_and_another_step_compiles_nothing(comp
     assert compiled_graphs() == graphs
 
 
-@pytest.mark.parametrize("kept_as", ["float32", *LOW])
+@pytest.mark.parametrize("moment_type", ["float32", *LOW])
 @pytest.mark.parametrize("before", ["torch", *LOW])
-def test_the_moments_of_an_earlier_stage_are_taken_over_in_any_type(before, kept_as):
+def test_the_moments_of_an_earlier_stage_are_taken_over_in_any_type(before, moment_type):
     """--init_optimizer does this. torch's own optimizer cannot load moments stored in 8 bits."""
     earlier = torchs_own() if before == "torch" else low(weights(), before)
     take(earlier, range(5))
     saved = earlier.state_dict()
-    optimizer, plain = low(weights(), kept_as), low(weights(), "float32")
+    optimizer, plain = low(weights(), moment_type), low(weights(), "float32")
     fresh = optimizer.state_dict()
     assert _state_mismatch(saved, fresh, optimizer) is None
     optimizer.load_state_dict({**fresh, "state": saved["state"]})
@@ -217,7 +219,7 @@ def test_the_moments_of_an_earlier_stage_are_taken_over_in_any_type(before, kept
     for one, other in zip(plain.state.values(), reference.state.values(), strict=True):
         for name in ("exp_avg", "exp_avg_sq"):
             difference = (one[name] - other[name]).norm() / other[name].norm()
-            assert difference < (0.1 if "int8" in (before, kept_as) else 0.01)
+            assert difference < (0.1 if "int8" in (before, moment_type) else 0.01)
     if before == "int8":
         mismatch = _state_mismatch(saved, reference.state_dict(), reference)
         assert "in 8 bits: set optim_states" in mismatch
