@@ -72,12 +72,8 @@ class LowPrecisionAdamW(AdamW):
         compiled: bool = False, **kwargs: Any,
     ):  # fmt: skip
         super().__init__(params, fused=True, **kwargs)
-        self.moment_type, self.stochastic_rounding, self.seed = (
-            moment_type,
-            stochastic_rounding,
-            seed,
-        )
-        self.compiled = compiled
+        self.moment_type, self.seed = moment_type, seed
+        self.stochastic_rounding, self.compiled = stochastic_rounding, compiled
         self.spans: dict[Tensor, list[WeightRange]] = {}  # by weight; filled at the first step
         self.steps = 0  # on the host; the step counts in the state are on the device
 
