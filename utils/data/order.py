@@ -249,7 +249,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return sum(max(min(stop, step) - first, 0) * size for (first, size), stop in phases)
 
     @property
-    def steps_at_last_size(self) -> float:
+    def full_size_steps(self) -> float:
         """Steps for all samples of the run if every step had the last (largest) batch size."""
         return self.samples_before(self.total_steps) / max(self.sizes.values())
 

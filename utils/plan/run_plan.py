@@ -169,9 +169,7 @@ def plan_run(
                 suggest(planner, report)
         memory = plan_memory(setup, report)
         if planner is not None:
-            report.say(
-                forecast_line(planner, memory.choice, sampler.steps_at_last_size, to_longest)
-            )
+            report.say(forecast_line(planner, memory.choice, sampler.full_size_steps, to_longest))
             report_ranks(setup, planner.gpus, sampler, report)
         saved_bytes = checkpoint_bytes(setup)
         if run.dry_run:

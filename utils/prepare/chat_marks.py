@@ -127,7 +127,7 @@ class MarkedChat:
         """Render `messages` with this chat's tools and template options. Marks are kept."""
         return self._template.render(replace(self.chat, messages=messages), generation_prompt)
 
-    def text_after_last_mark(
+    def text_behind_marks(
         self, messages: Sequence[Message], generation_prompt: bool = False
     ) -> str:
         """Render marked messages. Return the text after their last mark, without marks."""

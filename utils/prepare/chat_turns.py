@@ -209,9 +209,9 @@ class TurnDelimiter:
             {"role": role, "content": PROBE} for role in ("user", ASSISTANT, "user")
         )
         try:
-            question = chat.text_after_last_mark([asked]).rpartition(PROBE)[2]
-            ended = chat.text_after_last_mark([asked, answer]).rpartition(PROBE)[2]
-            _, following, _ = chat.text_after_last_mark([asked, answer, more]).rsplit(PROBE, 2)
+            question = chat.text_behind_marks([asked]).rpartition(PROBE)[2]
+            ended = chat.text_behind_marks([asked, answer]).rpartition(PROBE)[2]
+            _, following, _ = chat.text_behind_marks([asked, answer, more]).rsplit(PROBE, 2)
         except Exception:  # the template refuses these messages
             question = ended = following = ""
         start = len(_common_prefix(ended, following))
@@ -233,7 +233,7 @@ class TurnDelimiter:
         between the turn's words and the next message's words.
         """
         is_last = turn == len(chat.messages) - 1
-        printed = chat.text_after_last_mark(chat.messages[: turn + 1])
+        printed = chat.text_behind_marks(chat.messages[: turn + 1])
         ended = self._without_standing_header(chat, printed)
         continued = self._text_if_continued(chat, turn) if is_last else following
         if chat.chat.messages[turn].get("tool_calls"):
@@ -357,7 +357,7 @@ class TurnDelimiter:
         """
         (probe,) = self._template.adapted([{**message, "content": PROBE}])
         try:
-            return chat.text_after_last_mark([*chat.messages[:turn], probe])
+            return chat.text_behind_marks([*chat.messages[:turn], probe])
         except Exception:
             return ""
 
@@ -368,9 +368,8 @@ class TurnDelimiter:
         Returns None if the template refuses these messages.
         """
         try:
-            return chat.text_after_last_mark(messages), chat.text_after_last_mark(
-                messages, generation_prompt=True
-            )
+            prompted = chat.text_behind_marks(messages, generation_prompt=True)
+            return chat.text_behind_marks(messages), prompted
         except Exception:  # the template refuses these messages, for example if there are none
             return None
 
