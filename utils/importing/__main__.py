@@ -22,8 +22,8 @@ CHANGED = "This changes the training, or may:"
 def recipe_texts(state: "Conversion", folder: Path) -> dict[Path, str]:
     """Return {path: text} of the files to write into `folder`.
 
-    They are a chat template and a Python file with functions that build prompts (if the data need
-    them), the data recipes, and at the end the training recipe.
+    The last file is the training recipe. The other files are the data recipes and, if needed, a
+    chat template and a Python file with functions that build prompts.
     """
     source, script = state.path, "pretrain.py" if state.pretraining else "sft_train.py"
     run, code = folder / f"{source.stem}.yaml", folder / f"{source.stem}_format.py"
@@ -60,11 +60,11 @@ def listing(reasons: Mapping[str, Sequence[str]], margin: str) -> str:
     reasons: {reason: keys}. margin: the text at the beginning of each line.
     """
     lines = (f"{', '.join(map(str, keys))}: {why}" for why, keys in reasons.items())
-    return "".join(f"{margin}{' '.join(line.split())}\n" for line in lines)  # one comment line each
+    return "".join(f"{margin}{' '.join(line.split())}\n" for line in lines)  # no line breaks
 
 
 def next_steps(state: "Conversion", files: Sequence[Path]) -> str:
-    """Return a text with the changes of the training and the next commands to run.
+    """Return a text: how the training differs from the original, and the commands to run next.
 
     files: the paths from `recipe_texts`.
     """

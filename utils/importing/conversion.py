@@ -27,15 +27,15 @@ EIGHT_BIT = re.compile(r"adamw.*(8|4)_?bit", re.I)
 PLAIN_ADAMW = re.compile(r"(paged_)?adamw(_hf|_torch\w*|_apex\w*|_32bit)?")
 EIGHT_BITS = "the frozen weights are bfloat16 here, or of 4 bits with load_in_4bit: true"
 SHARDING_KEYS = ("dp_shard_size", "fsdp", "fsdp_config", "fsdp_version")
-# axolotl-contribs-mit 0.0.6: DistMuon if there is a device mesh, else Muon, scaled as Stoker's.
+# axolotl-contribs-mit 0.0.6 has DistMuon for device meshes. Only its Muon scales like Stoker's.
 OTHER_MUON = (
     "does not carry over: Stoker's Muon takes AdamW's. axolotl's on several GPUs scales a step by "
     "sqrt(out / in), Stoker's by 0.2 * sqrt(the larger), here 6 to 32 times for a width of 896"
 )
-# Names of a model's parts before its layers: Stoker may load the text model alone.
+# The part of a weight's name up to "layers". It differs if Stoker loads only the text model.
 BEFORE_LAYERS = re.compile(r"((model|language_model|text_model)\\?\.)+layers")
 TRAINABLE = {"stage": ("sft", "pt"), "adapter": ("lora", "qlora", "full", "freeze")}
-# Keys of configs for another kind of training, or for no training.
+# Keys of configs for other training methods, or for commands that do not train.
 OTHER_METHODS = (
     "reward_model", "process_reward_model", "export_dir", "do_predict", "diffusion", "beta",
     "ppo_epochs", "reward_functions", "reward_funcs",
@@ -45,8 +45,8 @@ OTHER_METHODS = (
 def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
     """Convert the config file at `path`. The returned Conversion has the recipes.
 
-    kind: the toolkit. None means to detect the toolkit from the keys. gpus: the number of GPUs of
-    the original training. Raises YamlError for a faulty file, and ConfigurationError.
+    kind: the toolkit, by default detected from the keys. gpus: the number of GPUs of the original
+    training. Raises YamlError for a faulty file, ConfigurationError for an unsupported config.
     """
     entries = load_file(path)
     if "model_class" in entries:
@@ -110,7 +110,7 @@ def _check_training_method(state: Conversion) -> None:
 
 
 def _convert_output_dir(state: Conversion, name: str) -> None:
-    """Convert output_dir. A folder that configs share (outputs/out, saves) becomes outputs/NAME."""
+    """Convert output_dir. A folder for many runs (outputs/out, saves) becomes outputs/NAME."""
     folder = str(state.value("output_dir") or f"runs/{name}")
     if re.fullmatch(r"(.*/)?(\w*-?out|outputs?|saves)/?", folder):
         state.take("output_dir")
@@ -139,7 +139,7 @@ def _convert_order(state: Conversion) -> None:
         if shuffled and len(state.data["sources"]) + len(state.more_data) > 1:
             why = "axolotl shuffles several datasets once; here their order stays"
             state.change("curriculum_sampling", why)
-    elif state.pretraining and not shuffled:  # a stream
+    elif state.pretraining and not shuffled:  # axolotl streams pretraining data
         state.put("order", "sequential", "shuffle_merged_datasets: false")
     elif packed and state.value("packing"):
         state.put("packing", "in_order", "sample_packing_sequentially")
@@ -207,7 +207,7 @@ def _convert_intervals(state: Conversion) -> None:
 
 
 def _convert_best_model(state: Conversion) -> None:
-    """Convert metric_for_best_model. The loss of all splits becomes the first split's loss."""
+    """Convert metric_for_best_model: `eval_loss` becomes `eval_SPLIT_loss` of the first split."""
     splits = list(eval_splits(state.run["eval_data"][0])) if "eval_data" in state.run else []
     metric = state.value("metric_for_best_model")
     judges = [each for each in NEED_BEST_METRIC if state.value(each) or each in state.run]
@@ -294,14 +294,14 @@ def _convert_adapter(state: Conversion) -> None:
 def _convert_train_only(state: Conversion) -> None:
     """Convert the choice of weights to train: axolotl's patterns, or LLaMA-Factory's last layers.
 
-    A config of LLaMA-Factory does not have the model's number of layers, so the recipe has the word
-    LAST. The script refuses LAST until the user replaces it by layer numbers.
+    A config of LLaMA-Factory does not tell how many layers the model has. So the recipe has the
+    word LAST in place of layer numbers, and the script refuses LAST until the user replaces it.
     """
     if patterns := state.take("train_only"):
         plain = [re.sub(r"\[\d*:?\d*\]$", "", str(each)) for each in listed(patterns)]
         if plain != listed(patterns):
             state.change("unfrozen_parameters", "ranges of rows: here whole weights are trained")
-        # Both match from the start of a name. In axolotl, "." is a plain dot unless + follows.
+        # Both axolotl and Stoker match a prefix. axolotl reads "." as a plain dot unless + follows.
         exact = [re.sub(r"\.(?!\+)", r"\.", each.removeprefix("^")) for each in plain]
         ours = [each.removesuffix("$") if each.endswith("$") else f"{each}.*" for each in exact]
         state.put("train_only", ours, "unfrozen_parameters", "unfrozen_parameters")
@@ -318,7 +318,7 @@ def _convert_train_only(state: Conversion) -> None:
 
 
 def _convert_precision(state: Conversion) -> None:
-    """Convert dtypes and activation checkpointing. With LoRA, bf16 means bfloat16 weights."""
+    """Convert dtypes and activation checkpointing. With LoRA, `bf16` also sets the base's dtype."""
     source = state.given["bf16"].source if "bf16" in state.given else "bf16"
     bf16, pure = state.take("bf16"), state.take("pure_bf16")
     pure = pure or bf16 == "full"

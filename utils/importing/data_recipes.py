@@ -1,4 +1,4 @@
-"""Conversion of another toolkit's data settings to data recipes, one for each kind of documents."""
+"""Conversion of another toolkit's data settings to data recipes for texts, chats, completions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -66,7 +66,7 @@ def convert_data(state: Conversion, folder: str) -> None:
 def _convert_template(state: Conversion, recipes: Sequence[dict[str, Any]]) -> None:
     """Convert the chat template (a name, a text or a file) and its variables.
 
-    recipes: the data recipes. Only recipes with chats get the variables.
+    recipes: the data recipes. If there are several, only recipes with chats get the variables.
     """
     variables = {**(state.take("chat_template_kwargs") or {})}
     if (thinking := state.take("enable_thinking")) is not None:
@@ -86,10 +86,11 @@ def _convert_template(state: Conversion, recipes: Sequence[dict[str, Any]]) -> N
 
 
 def _group_datasets(state: Conversion, entries: Entries) -> list[tuple[Entries, float | None]]:
-    """Group the datasets by kind of documents, and return (entries, None) for each data recipe.
+    """Return (entries, weight) for each data recipe. entries: the datasets of the recipe.
 
-    LLaMA-Factory's interleaved mixtures are not grouped. They give (entries, weight) for each
-    dataset, where the weight is the dataset's share of the training.
+    Datasets with the same kind of documents share a recipe without a weight (None). Exception: each
+    dataset of an interleaved mixture (LLaMA-Factory) gets a separate recipe. Then the weight is the
+    dataset's share of the training.
     """
     strategy, shares = str(state.value("mix_strategy")), state.value("interleave_probs")
     if strategy.startswith("interleave") and len(entries) > 1:
@@ -142,7 +143,7 @@ def _convert_evaluation_data(state: Conversion, recipes: Sequence[dict[str, Any]
 
 
 def limit_tokens(state: Conversion) -> None:
-    """Limit the only source of a pretraining to 1.1 times the tokens of max_steps."""
+    """If a pretraining has a single source, limit it to 1.1 times the tokens of max_steps."""
     steps, sources = state.value("max_steps", 0), state.data["sources"]
     if not state.pretraining or not steps or steps < 0 or len(sources) != 1:
         return

@@ -98,7 +98,7 @@ def _add_prompt_function(state: Conversion, source: str, entry: dict[str, Any], 
     """Add a Python function that builds the prompts of `kind`, a dataset type of axolotl.
 
     Return the function's name, or "" if the type needs no function or is unknown. entry: the
-    dataset's entry in the config, from which the keys that name columns are removed.
+    dataset's entry in the config. Its keys that name columns are removed.
     """
     custom = dict(kind) if isinstance(kind, Mapping) else {}
     base, _, style = ("" if custom else str(kind)).partition(":")
@@ -138,7 +138,7 @@ def _add_prompt_function(state: Conversion, source: str, entry: dict[str, Any], 
 def _disable_thinking(state: Conversion) -> None:
     """Set enable_thinking: false if the model's chat template prints an empty thought (Qwen3).
 
-    axolotl does not train on this empty thought.
+    With this setting, the empty thought is not trained on, as in axolotl.
     """
     model = f"{state.run.get('model_name_or_path', '')} {state.value('chat_template')}"
     variables = state.value("chat_template_kwargs") or {}
@@ -153,7 +153,7 @@ def _disable_thinking(state: Conversion) -> None:
 def _axolotl_columns(
     state: Conversion, source: str, entry: dict[str, Any], kind: str
 ) -> dict[str, str]:
-    """Return {column of the data: Stoker's name}. Remove the keys with the columns from `entry`."""
+    """Return {column of the data: Stoker's name}. Remove keys that name columns from `entry`."""
     columns = {}
     for part in ("instruction", "input", "output", "system", "tools"):
         if column := entry.pop(f"field_{part}", None):
@@ -191,8 +191,9 @@ def _role_names(state: Conversion, where: str, roles: Mapping[str, Any]) -> dict
 def _llamafactory_entries(state: Conversion, source: str, names: Any) -> Entries:
     """Return data recipe entries for datasets of LLaMA-Factory.
 
-    names: the datasets' names in dataset_info.json. The folder of this file is the setting
-    dataset_dir (default: data). It is searched in the working directory and above the config.
+    names: the datasets' names in dataset_info.json. This file is in the folder `dataset_dir`
+    (default: data). A relative folder is searched in the working directory, then in the config's
+    folder and in all folders above.
     """
     where, known = str(state.value("dataset_dir") or "data"), {}
     remote, folder = where.partition(":")[2], Path(where)
@@ -279,7 +280,7 @@ def _trl_evaluation(state: Conversion, found: Entries, is_mixture: bool) -> None
     """If eval_strategy is on, set `eval_sources` to the test split of each dataset, as TRL does.
 
     found: the entries of the training data. is_mixture: whether the config has a list of datasets.
-    TRL evaluates on a list only if dataset_test_split names the split.
+    If the config has a list, TRL evaluates only if dataset_test_split names the split.
     """
     named, strategy = state.value("dataset_test_split"), state.value("eval_strategy", "no")
     if is_off(strategy) or strategy == "no":

@@ -57,19 +57,19 @@ TOOLKITS = {kind: Toolkit(**table) for kind, table in _TABLES["toolkits"].items(
 LEFT = by_name(_TABLES["left"])
 # {key: how the training differs without the key}, and {key: values that make no difference}.
 CHANGES, SAME = by_name(_TABLES["changes"]), _TABLES["same"]
-# Keys whose reason is in foreign_words.yaml, and that change no weights, data or evaluation.
+# Keys that change no weights, data or evaluation. foreign_words.yaml explains each of them.
 HARMLESS_KEYS = frozenset(_TABLES["harmless"].split())
 DATA = _TABLES["data"]  # names and prompts of datasets
 
 
 class Conversion:
-    """The state of a conversion: the rest of another toolkit's config, and Stoker's recipes.
+    """The state of a conversion: the settings of another toolkit, and Stoker's recipes.
 
     given: {Stoker's name: value} of settings that are not converted yet. run: {setting: (value,
     comment)} of the training recipe. data: settings of the first data recipe. more_data: for each
     further data recipe, the settings that replace those in `data`. changes: {how the training
     differs: keys}. notes: {reason: other keys that the recipes leave out}. commands: shell commands
-    to run before the preparation. functions: {name: Python code of a row format}.
+    to run before the preparation. functions: {name: Python code that builds prompts}.
     """
 
     def __init__(self, kind: str, entries: Mapping[str, tuple[Any, int]], path: Path, gpus: int):
@@ -115,7 +115,7 @@ class Conversion:
         return self.given.pop(name).value if name in self.given else default
 
     def note(self, key: str, reason: str) -> None:
-        """Add a config's key to `notes` under a reason. Skip values of the toolkit's defaults."""
+        """Add a config's key to `notes` under a reason. Toolkit defaults are not noted."""
         if key != self.its_default and key not in self.notes.setdefault(reason, []):
             self.notes[reason].append(key)
 
@@ -150,7 +150,7 @@ class Conversion:
             add(key, reason)
 
     def leave_all(self, path: str, values: Mapping[str, Any]) -> None:
-        """Call `leave` for each key of a mapping, also of nested ones. path: the mapping's key."""
+        """Call `leave` for all keys in a mapping, at any depth. path: the key of the mapping."""
         for key, value in values.items():
             if isinstance(value, Mapping) and value:
                 self.leave_all(f"{path}.{key}", value)
@@ -166,9 +166,9 @@ class Conversion:
     def put(self, name: str, value: Any, comment: str = "", key: str = "") -> None:
         """Add a setting to the training recipe.
 
-        If `value` is Stoker's default, only add a note. If Stoker's setting refuses `value`, add a
-        change instead. comment: text after the value in the recipe. key: the config's key, if it
-        differs from `name`.
+        If Stoker's setting refuses `value`, only add a change. If `value` is Stoker's default, and
+        also the toolkit's default or empty (None, 0, False, ...), only add a note. comment: text
+        after the value in the recipe. key: the config's key, if it differs from `name`.
         """
         key = key or name
         declaration = self.declared.get(name)

@@ -10,5 +10,5 @@ chats       chat_templates.py renders chats, chat_marks.py marks their texts, ch
 tokenize    tokenizer.py loads the tokenizer, encoding.py and tokenization.py compute token ids and
             loss masks, encoding.py also reads the prompts for samples during training
 write       units.py prepares the work units, workspace.py stores their files, pipeline.py assembles
-            the datasets, append.py adds new sources to finished ones
+            the datasets, append.py adds new sources to finished datasets
 """

@@ -126,7 +126,7 @@ def _append_problems(preparation: Preparation, description: Description) -> list
 def _append_lock(addition: Path, digest: str, *, shared: bool) -> Iterator[None]:
     """Hold a lock on OUT/.append, so that no other append runs at the same time.
 
-    addition: the folder OUT/.append. digest: the hash of the sources and settings to append.
+    addition: the folder OUT/.append. digest: the hash of the new sources and their settings.
     shared: the processes of a sharded append hold the lock together. Raises ConfigurationError if
     another append holds the lock or has left unfinished work in the folder.
     """

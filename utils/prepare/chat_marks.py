@@ -1,8 +1,9 @@
 """A chat with marks around the texts of its messages, and checks that its rendering is complete.
 
 Marks are rare letters around a text. In the rendering, marks show which message a text is from,
-even if the template moved, trimmed or dropped the text. With its marks removed, the rendering of
-the marked chat must equal the rendering of the chat. This proves that marks change nothing else.
+even if the template moved or trimmed the text. A missing mark shows a text that the template
+dropped. Without the marks, the rendering of the marked chat must equal the rendering of the
+original chat. This proves that marks change nothing else.
 """
 
 import html
@@ -18,7 +19,7 @@ from utils.prepare.chat_templates import REASONING_NAMES, ChatTemplate
 from utils.prepare.rows import ChatDocument, Message
 from utils.prepare.values import UnusableRowError
 
-# Template variables that make some templates print reasoning. By default they leave it out.
+# Template variables. Some templates print reasoning only if one of these variables is set.
 THINKING_ON = ({"thinking": True}, {"enable_thinking": True}, {"preserve_thinking": True})
 # Kinds of marked texts. A tool call without marked arguments has marks around its name or id.
 CONTENT, REASONING, CALL, NAME = range(4)
@@ -48,8 +49,8 @@ class MarkedChat:
 
     Tags such as <think> split a text into pieces, and marks surround each piece. A text that begins
     or ends with a tag also has a mark at that edge. An empty text may have one mark. Raises
-    UnusableRowError if the marks change what the template prints. A template may, for example,
-    look for a prefix of a text.
+    UnusableRowError if the marks change what the template prints, for example because the template
+    looks for a prefix of a text.
 
     messages: the copy with marks. text: the rendering without marks. marks: the marks in the order
     of the rendering. indices: the index of each mark in `text`. marks_of: {message index: indices
@@ -104,12 +105,12 @@ class MarkedChat:
         return UnusableRowError(reason, f"message {index} ({role}): {problem}")
 
     def bounds(self, message: int) -> tuple[int, int, int, int]:
-        """Return four indices in `text`: the edges of a message's texts and of their neighbours.
+        """Return four indices in `text`: the start and end of a message and of the gaps around it.
 
-        In order: the end of the previous message's texts, the start and the end of this message's
-        texts, and the start of the next message's texts. Without a neighbour, the first index is 0
-        and the last is the length of `text`. Raises UnusableRowError if the message is not printed,
-        or if another message is printed between this message's texts.
+        In order: the end of the previous message's texts (or 0), the start and the end of this
+        message's texts, and the start of the next message's texts (or the length of `text`). Raises
+        UnusableRowError if the message is not printed, or if another message is printed between
+        this message's texts.
         """
         if message not in self.marks_of:
             raise self.refused(message, "nothing of it is printed", "content_left_out")

@@ -43,7 +43,10 @@ class MaskedChat:
 
 
 class ChatMasks:
-    """Renderer of chats with one tokenizer's template, which also finds the text to train on."""
+    """Callable that renders chats with a tokenizer's template and finds the text to train on.
+
+    date: printed as today's date (see ChatTemplate).
+    """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", date: str | None = None):
         self.template = ChatTemplate(tokenizer, date)
@@ -160,9 +163,9 @@ def _spans_of_blocks(
 ) -> dict[int, list[Span]]:
     """Return {turn: spans of its {% generation %} blocks}. turns: indices of assistant messages.
 
-    Marks surround the texts of each message (see chat_marks.py). A block belongs to the first
-    turn that has a mark inside the block. If no turn has a mark inside, the block belongs to the
-    next turn after the last message that has a mark before the block.
+    Marks surround the texts of each message (see chat_marks.py). A block belongs to the first turn
+    with a mark inside the block. A block without marks of a turn belongs to the turn that follows
+    the last message with a mark before the block.
     """
     spans: dict[int, list[Span]] = {turn: [] for turn in turns}
     for start, stop in blocks:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 PROBE_LOCATION = Location("a probe")  # the location of the short chats that test a template
 PROBE_ID = "abcdefghi"  # the id of a tool call. Mistral's templates require nine letters
-# A tool for these short chats, because some templates print no chat without tools.
+# A tool for the short chats that test a template. Some templates refuse chats without tools.
 PROPERTIES = {"probe": {"type": "string", "description": "a probe"}}
 PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["probe"]}
 FUNCTION = {"name": "f", "description": "Try a template out", "parameters": PARAMETERS}
@@ -54,7 +54,7 @@ class ChatTemplate:
             self.source = source = tokenizer.get_chat_template()
             self.has_markers = GENERATION.search(source) is not None
             self._variables = dict(tokenizer.special_tokens_map)
-            # This function has no cache, so the date below changes this object only.
+            # Despite its name, this function has no cache: the date below changes this object only.
             self._compiled: Any = _cached_compile_jinja_template(source)
         if date is not None:
             self._compiled.globals["strftime_now"] = datetime.fromisoformat(date).strftime

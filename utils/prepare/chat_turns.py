@@ -6,11 +6,11 @@ start   Compare the text before the turn's words with the template's generation 
         that both share, apart from blanks, is the header (<|im_start|>assistant). The header is
         not trained on. Some templates end every chat with a header, the "standing header", even if
         no generation prompt is requested.
-end     Compare the text behind the turn's words with the text behind them if the chat ends with
-        this turn. The part that both share, up to its last special token, is trained on. Tool
-        calls end like answers, or with a token that is printed once after all calls (<|call|>). If
-        a template has no token to end a turn (GLM), the token that opens the next message ends the
-        turn. Without any special tokens, EOS is appended to the last turn.
+end     Compare the text behind the turn's words in two renderings: with a next message, and with
+        the chat cut behind this turn. The part that both share, up to its last special token, is
+        trained on. Tool calls end like answers, or with a token that is printed once after all
+        calls (<|call|>). If a template has no token to end a turn (GLM), the token that opens the
+        next message ends the turn. If no special token follows, EOS is appended to the last turn.
 """
 
 import re
@@ -64,7 +64,7 @@ class TurnDelimiter:
         """Return {turn: its spans to train on}, and a text to append to the rendering.
 
         turns: message indices of the assistant's turns. Spans are in characters of the rendering.
-        The appended text ends the last turn. It is "" if the template itself ends this turn.
+        The text to append ends the last turn. "" means that the template itself ends this turn.
         Raises UnusableRowError if a turn's start or end is not found.
         """
         spans: dict[int, list[Span]] = {}
@@ -166,7 +166,7 @@ class TurnDelimiter:
         This method is for texts that differ after the header. For example, `gap` ends in
         <think></think>, and `prompt` in <think> and a line break. gap, prompt: the arguments of
         `_header_like_prompt`. closed: the text that ends the previous message. reply: the text
-        between the previous message's words and the words of an added reply.
+        between the previous message's words and the words of a test reply.
         """
         shared, _ = _common_ignoring_blanks(gap, prompt)
         start, _ = _common_ignoring_blanks(gap, closed)
@@ -184,7 +184,7 @@ class TurnDelimiter:
         return -1 if is_other or has_words else cut
 
     def _end_of_previous_message(self, chat: MarkedChat, turn: int, gap: str, bare: str) -> str:
-        """Return the text that ends the message before the turn: `bare` without a turn's header."""
+        """Return the text that ends the previous message: `bare` without the next turn's header."""
         for role in ("user", "tool"):
             before, probe, _ = self._text_with_next(chat, turn, {"role": role}).rpartition(PROBE)
             if probe:
@@ -200,7 +200,7 @@ class TurnDelimiter:
     def _standing_header(self, chat: MarkedChat) -> str:
         """Return the header that the template prints at the end of every chat, or "".
 
-        Text that the template also prints before a user message does not belong to the header.
+        The header starts where the end of a chat differs from the text before a next question.
         """
         key = bool(chat.chat.tools), repr(chat.chat.template_options)
         if key in self._standing_headers:
@@ -249,7 +249,7 @@ class TurnDelimiter:
             )
         length, closing = found
         remainder = printed[length:]
-        # After the end may come special tokens, or a text that also comes after a question.
+        # Only special tokens, or a text that also follows a question, may follow the end.
         if (
             not closing
             and continued.startswith(ended[:length])
@@ -284,7 +284,7 @@ class TurnDelimiter:
         return found
 
     def _end_of_all_calls(self, chat: MarkedChat, turn: int, ended: str, continued: str) -> int:
-        """Return the index in `ended` behind a token printed once after all calls, or 0."""
+        """Return the index in `ended` behind a token printed once after all calls, 0 if none is."""
         end = self._end_of_shared_tokens(chat, ended, continued)
         tokens = (t.group() for t in self._specials.finditer(ended) if t.end() == end)
         if (token := next(tokens, None)) is None:
@@ -303,7 +303,7 @@ class TurnDelimiter:
     def _end_of_turn(
         self, chat: MarkedChat, ended: str, continued: str, is_last: bool
     ) -> tuple[int, str] | None:
-        """Return what `_end` returns, found in the texts behind a turn; None if nothing ends it."""
+        """Return what `_end` returns for the texts behind a turn, or None if nothing ends it."""
         if end := self._end_of_shared_tokens(chat, ended, continued):
             return end, ""
         one, two = self._specials.search(ended), self._specials.search(continued)
@@ -325,7 +325,7 @@ class TurnDelimiter:
     def _end_of_shared_tokens(self, chat: MarkedChat, ended: str, continued: str) -> int:
         """Return the index behind the token that ends a turn in both texts, or 0 if none does.
 
-        EOS ends the turn if the texts' common prefix has EOS. Else its last special token does.
+        This token is EOS if the texts' common prefix has EOS, else the prefix's last special token.
         """
         shared = _common_prefix(ended, continued) if continued else ended
         if self.stop in shared:
@@ -342,7 +342,7 @@ class TurnDelimiter:
     # --- renderings
 
     def _text_if_continued(self, chat: MarkedChat, turn: int) -> str:
-        """Return the text from a turn to an added next message; "" if the template refuses it."""
+        """Return the text between a turn and a test message behind it; "" if a chat is refused."""
         answer = {"role": "user"}
         if calls := chat.chat.messages[turn].get("tool_calls"):
             name, number = calls[-1]["function"].get("name", ""), calls[-1].get("id", PROBE_ID)

@@ -23,7 +23,7 @@ TOKENIZER_FAILS = "it does not turn text into tokens"
 IDS_ALONE = dict.fromkeys(("return_attention_mask", "return_token_type_ids", "verbose"), False)
 # Longer texts are tokenized in pieces, because a tokenizer needs about 100 bytes per token.
 LARGEST_PIECE_CHARACTERS = 4 << 20
-CUTS_SEARCHED_CHARACTERS = 1 << 16  # at most this far before a piece is full
+CUTS_SEARCHED_CHARACTERS = 1 << 16  # a cut is at most this far before a full piece's end
 # Positions between two words where no tokenizer joins the characters on both sides.
 CUTS = re.compile(r"(?<=\w)(?= \w)|(?<=\S\n)(?=\w)")
 
@@ -32,7 +32,7 @@ CUTS = re.compile(r"(?<=\w)(?= \w)|(?<=\S\n)(?=\w)")
 class SpecialTokens:
     """The ids of the special tokens that a tokenizer adds before and behind a text.
 
-    end: the id of EOS. If a text already begins or ends with these tokens, they are not repeated.
+    end: the id of EOS.
     """
 
     before: np.ndarray
@@ -143,7 +143,7 @@ def load_prompts(
 
     An entry is a prompt, or a .txt or .jsonl file with a prompt on each line. A line of a .jsonl
     file is an object with the key `prompt`. chats: render every prompt with the chat template, if
-    the tokenizer has one. Then an object may also have the key `messages`. Raises
+    the tokenizer has one. Then an object may have the key `messages` instead. Raises a
     ConfigurationError that lists all faults, such as prompts of more than `most_tokens` tokens.
     """
     template = ChatTemplate(tokenizer) if chats and tokenizer.chat_template is not None else None
@@ -226,8 +226,8 @@ def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_f
     """Return the tokenizer library to use: "gigatoken" or "tokenizers".
 
     wanted: the setting `tokenizer_backend`. "auto" chooses gigatoken if documents are plain texts
-    and gigatoken gives the tokenizer's ids for all test texts (PROBES). Raises ConfigurationError
-    if `wanted` is "gigatoken" and gigatoken cannot be used.
+    and gigatoken gives the tokenizer's ids for all test texts (PROBE_TEXTS). Raises
+    ConfigurationError if `wanted` is "gigatoken" and gigatoken cannot be used.
     """
     if wanted == "tokenizers":
         return wanted

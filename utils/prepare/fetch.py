@@ -101,9 +101,9 @@ def _missing_files(
 ) -> tuple[dict[str, Path], list[Download], int]:
     """Return ({name: cache folder}, downloads of missing files, their total size in bytes).
 
-    If the Hub cannot be reached, log a warning and return no downloads. The cache may be enough.
-    Raises ConfigurationError for unknown names. If `offline_dir` is set, an unreachable Hub also
-    raises ConfigurationError.
+    Raises ConfigurationError for unknown names, and for an unreachable Hub if `offline_dir` is set.
+    Without `offline_dir`, log a warning if the Hub is unreachable, and return no downloads, because
+    the cache may be enough.
     """
     datasets: list[tuple[str, Any]] = [
         (path, source) for source in parse_sources(arguments) for path in source.paths
@@ -168,7 +168,7 @@ def _dataset_download(cache: HubCache, path: str, source: Source) -> Download | 
 
 
 def _model_download(cache: HubCache, name: str, weights: bool) -> Download | None:
-    """Return the download of a model (`weights`) or of a tokenizer.
+    """Return the download of a model (`weights` is True) or of a tokenizer (False).
 
     Returns None for a local tokenizer. Raises ValueError for a local model.
     """
@@ -238,7 +238,7 @@ def describe_fault(error: Exception) -> str:
 
 
 def fill_offline_dir(arguments: PreparationArguments) -> None:
-    """Download the files that the settings name into `offline_dir`.
+    """Fill the folder `offline_dir` with the files that the settings name.
 
     Also check that the tokenizer and the model configurations load. Raises ConfigurationError if a
     download or loading fails.

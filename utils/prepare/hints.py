@@ -69,7 +69,8 @@ def absent_columns(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]
     """Return the names in --columns that do not occur in the row.
 
     A name may occur as a column, a key of a message or a role. columns: pairs (name in the file,
-    our name). Names for our roles `user`, `assistant` and `tool` are not reported.
+    our name). Names that become `user`, `assistant` or `tool` are never returned: a row may
+    lack these roles.
     """
     text = str(fields).replace('"', "'")  # messages may be JSON text with double quotes
     absent = [each for each in columns if each[0] not in fields and f"'{each[0]}'" not in text]
@@ -79,7 +80,7 @@ def absent_columns(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]
 def unsuitable_reason(given: Mapping[str, Any], source: Source) -> str:
     """Return why a row in a known format is unsuitable for training; "" if the row is fine.
 
-    For example, the label of a KTO row tells whether the answer is good. given: the row's fields.
+    For example, the answer of a KTO row may be labelled as bad. given: the row's fields.
     """
     fields = renamed(given, source.columns)
     filtered = [name for name, _ in source.filters]

@@ -54,9 +54,9 @@ class HubDataset:
 class Listing:
     """The files of each split in one subset of a Hub dataset, at one commit.
 
-    others: the names of the dataset's other subsets. mtime_ns: the last change on the Hub of the
-    first _DATED_FILES files, as Unix time in ns. All machines see the same time, unlike the time of
-    a local file.
+    others: the names of the dataset's other subsets. mtime_ns: when the first _DATED_FILES files
+    were last changed on the Hub, as Unix time in ns. Unlike times of local copies, this time is the
+    same on all machines.
     """
 
     subset: str
@@ -103,7 +103,7 @@ class HubCache:
     def resolve(
         self, kind: Kind, name: str, revision: str | None, *, ask: bool
     ) -> "ResolvedRevision":
-        """Return the commit of a branch, tag or hash. ask: ask the Hub, otherwise the cache."""
+        """Return the commit of a branch, tag or hash. ask: from the Hub, not from the cache."""
         from huggingface_hub import HfApi
 
         if ask and (fault := hub_fault()):
@@ -124,7 +124,7 @@ class HubCache:
 
         ask: ask the Hub for the commit, and for the Listing if the cache lacks it. Raises
         FileNotFoundError if the cache lacks the Listing and `ask` is false. Raises ValueError if
-        the subset is unknown, or is missing although the dataset has no default subset.
+        the subset is unknown, or is not given although the dataset has no default subset.
         """
         from huggingface_hub import HfApi
 
@@ -153,10 +153,11 @@ class HubCache:
 def files_of_split(
     dataset: HubDataset, listing: Listing, source: Source
 ) -> tuple[str, Sequence[str]]:
-    """Return the split that a source reads: its name, and the names of its first `max_files` files.
+    """Return the name of a source's split, and the names of its first `source.max_files` files.
 
-    If `source.from_split` is set, this split is read. Otherwise the split is named `source.split`
-    or a synonym (dev for validation), or is the only split. Raises ValueError without such a split.
+    The split is named `source.from_split` (default: `source.split`) or a synonym, such as dev for
+    validation. If from_split is not set, a dataset's only split may have any name. Raises
+    ValueError if no split fits.
     """
     wanted = source.from_split or source.split
     by_meaning = {SPLIT_NAMES.get(name, name): name for name in listing.splits}

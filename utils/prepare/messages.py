@@ -106,7 +106,7 @@ def messages_of(
 
 
 def unread_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield labels, such as "message key id", of the keys and roles that only templates read."""
+    """Yield labels, such as "message key id", of keys and roles that only chat templates read."""
     for message in messages:
         if message["role"] not in OWN_ROLES:
             yield f"role {message['role']}, which is context only"
@@ -122,10 +122,10 @@ def role_word(message: Mapping[str, Any]) -> str:
 def check_answers(
     messages: Sequence[Mapping[str, Any]], first_trained: int = 0, column: str = "the chat"
 ) -> None:
-    """Raise UnusableRowError if messages[first_trained:] have no answer, or an empty answer.
+    """Raise UnusableRowError if messages[first_trained:] has no answer, or an empty answer.
 
-    An answer that has only a thought counts as empty. Answers with `weight: 0` may be empty.
-    column: what the error calls the messages.
+    An answer that has only a thought counts as empty. Exception: an answer with `weight: 0` may be
+    empty. column: what the error calls the messages.
     """
     answers = [m for m in messages[first_trained:] if m["role"] == ASSISTANT]
     if not answers:
@@ -168,7 +168,7 @@ def _messages_of_item(where: str, item: Any, index: int) -> Iterator[dict[str, A
 
 
 def _split_tool_results(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a message. Each of its `tool_result` parts (Anthropic) becomes a tool message."""
+    """Yield a message in pieces: each `tool_result` part (Anthropic) becomes a tool message."""
     content = message.get("content")
     if not isinstance(content, list) or not any(map(_is_tool_result, content)):
         yield message
@@ -204,10 +204,10 @@ def _question_and_answer(where: str, message: dict[str, Any]) -> Iterator[dict[s
             problem += ": name them, as in --columns {}=role {}=content".format(*message)
         raise UnusableRowError("missing_field", problem)
     for key in (question_key, answer_key):
-        if not isinstance(message[key], list | Mapping):  # _message checks lists and objects
+        if not isinstance(message[key], list | Mapping):  # _convert_message checks lists
             check_text(f"{key!r} of {where}", message[key])
     others = {k: v for k, v in message.items() if k not in (question_key, answer_key, "system")}
-    if message.get("system"):  # as in XTuner's
+    if message.get("system"):  # as in XTuner
         yield {"role": "system", "content": message["system"]}
     yield {"role": "user", "content": message[question_key]}
     yield {"role": ASSISTANT, "content": message[answer_key], **others}
@@ -246,7 +246,7 @@ def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict
     given_role, word = message[role_key], role_word(message)
     check_text(f"{role_key!r} of {where}", given_role)
     if word not in {*ROLES, *OWN_ROLES, *CALL_ROLES}:
-        # A role under `role` is left to the template, unless it is a spelling error.
+        # The template handles an unknown role under the key `role`, unless it looks misspelled.
         suggestions = get_close_matches(word, (ASSISTANT, "system", "user"), n=1, cutoff=0.8)
         if role_key == "from" or suggestions:
             advice = (
@@ -359,10 +359,10 @@ def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _with_weight(where: str, message: dict[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
-    """Return the message without its training flags (`train`, `mask`, ...).
+    """Return the message with `weight: 0` in place of flags (`mask`, ...) that exclude an answer.
 
-    An answer gets `weight: 0` if its flags exclude it from training. Messages of other roles keep
-    the flags that ask for training. Raises UnusableRowError for contradicting or unclear flags.
+    All other training flags are removed. Exception: messages of other roles keep the flags that ask
+    for training. Raises UnusableRowError for contradicting or unclear flags.
     """
     flags = _training_flags(message)
     if message["role"] != ASSISTANT:  # keep the flags that ask for training

@@ -45,7 +45,7 @@ EXAMPLE_TOKENS = 256
 
 @dataclass(frozen=True)
 class Preparation:
-    """A planned preparation. template_sha256: None means that there is no single chat template."""
+    """A planned preparation. template_sha256: None means no chat template, or several."""
 
     arguments: PreparationArguments
     plan: PreparationPlan
@@ -75,7 +75,7 @@ def prepare_datasets(arguments: PreparationArguments) -> None:
 
 
 def begin_preparation(arguments: PreparationArguments) -> Preparation:
-    """Plan a preparation and load its tokenizer, without writing. Raises ConfigurationError."""
+    """Plan a preparation and load its tokenizer. Raises ConfigurationError. Writes no files."""
     check_preparation(arguments)
     plan = plan_preparation(arguments)
     plan.log()

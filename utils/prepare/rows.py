@@ -29,7 +29,7 @@ from utils.prepare.values import (
     wrong_type_error,
 )
 
-# The columns that each row format needs. OPTIONAL has the further columns that it may have.
+# The columns that each row format needs. OPTIONAL lists further columns that a format may have.
 REQUIRED: dict[str, tuple[str, ...]] = {
     "text": ("text",),
     "messages": ("messages",),  # objects with role and content (OpenAI, Hugging Face)
@@ -118,7 +118,7 @@ class RowSettings:
     """Settings for the rows of one source: how to read them, and how many to use.
 
     columns: pairs (name in the file, name in preparation.COLUMNS).
-    filters: pairs (name in the file, value to keep, list of values, or {"min": ..., "max": ...}).
+    filters: pairs (name in the file, kept values): a value, a list, or {"min": ..., "max": ...}.
     weight: copies of each document. A weight of 2.3 gives 30 % of the documents a third copy.
     max_tokens: the most tokens from the source. None means no limit.
     chat_template_kwargs: template variables, for rows that do not set them.
@@ -141,13 +141,13 @@ class RowSettings:
         return list(dict.fromkeys([*own, *dict(self.filters)]))
 
     def name_of(self, column: str) -> str:
-        """Return a column's name in the file. column: its name in NEEDED or OPTIONAL."""
+        """Return a column's name in the file. column: its name in REQUIRED or OPTIONAL."""
         return next((name for name, ours in self.columns if ours == column), column)
 
     @property
     def answers_column(self) -> str:
         """The name in the file of the column with the answers, for error messages."""
-        # For Alpaca name the history: errors about the output were raised earlier.
+        # An empty Alpaca output is refused earlier, so later errors are about the history.
         alpaca = self.row_format == "alpaca"
         return self.name_of("history" if alpaca else REQUIRED[self.row_format][-1])
 
@@ -167,7 +167,7 @@ def _matches(wanted: Any, value: Any) -> bool:
         except (TypeError, ValueError):
             return False
     values = wanted if isinstance(wanted, list) else [wanted]
-    # A CSV file holds strings only.
+    # In a CSV file, all values are strings.
     return value in values or (isinstance(value, str) and value in map(str, values))
 
 
@@ -227,10 +227,10 @@ class _Row(dict[str, Any]):
 
 
 def detect_formats(fields: Mapping[str, Any]) -> list[str]:
-    """Return the row formats that fit: `fields` has all their NEEDED columns.
+    """Return the row formats that fit: `fields` has all their REQUIRED columns.
 
     The formats in PIECES (segments, tokens) are returned only if no other format fits, because
-    transcripts with a text also have a column "segments".
+    transcripts may have both a text and a column "segments".
     """
     found = [
         name for name, needed in REQUIRED.items() if all(column in fields for column in needed)
@@ -248,7 +248,7 @@ def becomes_chat(fields: Mapping[str, Any], row_format: str) -> bool:
 def document_fields(
     given: Mapping[str, Any], row_format: str, columns: Sequence[tuple[str, str]] = ()
 ) -> Mapping[str, Any]:
-    """Return a row's checked fields under our names. Raises UnusableRowError for a faulty row."""
+    """Return a document's fields, such as `messages`. Raises UnusableRowError for a faulty row."""
     fields = _Row(given, columns)
     missing = [fields.quoted(name) for name in REQUIRED[row_format] if fields.get(name) is None]
     if missing:
@@ -372,7 +372,7 @@ def _answer_message(fields: _Row, text: str) -> dict[str, Any]:
 
 
 def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str, Any]]:
-    """Put the row's system text, if any, first. Raises UnusableRowError if two texts differ."""
+    """Put the row's system text, if any, first. Raises UnusableRowError if there is another."""
     name, system = fields.either("system", "system_prompt")
     if not system or (isinstance(system, str) and not system.strip()):
         return messages

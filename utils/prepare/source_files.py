@@ -99,7 +99,7 @@ class SourceFile:
     def identity(self, folder: Path | None = None) -> dict[str, Any]:
         """Return the attributes that identify this version of the file in the plan's digest.
 
-        folder: makes the path of a local file relative to this folder. None keeps it absolute.
+        folder: a local file's path is returned relative to this folder. None: absolute paths.
         """
         own = {key: value for key, value in asdict(self).items() if key != "url"}
         is_relative = folder is not None and self.url is None
@@ -258,9 +258,9 @@ def _files_of_one_split(
     """Return the paths with `split` in their names.
 
     given: the user's path or glob pattern. paths: the files found for `given`. is_named: the user
-    named the split. Without is_named, all paths are returned if their names show fewer than two
-    splits, or if `given` is a pattern and no name shows `split`. Raises ValueError if the split is
-    missing or its files have several formats.
+    named the split. Exception: if is_named is False, all paths are returned if their names show
+    fewer than two splits, or if `given` is a pattern and no name shows `split`. Raises ValueError
+    if the split is missing or its files have several formats.
     """
     if paths == [given]:
         return paths
@@ -320,10 +320,10 @@ def _split_name(path: str, given: str) -> str:
 
 
 def _source_file(path: str, any_suffix: bool, *, is_given: bool) -> SourceFile | None:
-    """Return the SourceFile of a path. None means a file of unknown kind in the user's folder.
+    """Return the SourceFile of a path, or None for a file of unknown kind in the user's folder.
 
-    is_given: the user gave this path itself, not its folder. any_suffix: read unknown kinds as
-    text. Raises ValueError for a file that cannot be read.
+    is_given: the user gave the path of this file, not of a folder. any_suffix: read unknown kinds
+    as text. Raises ValueError for a file that cannot be read.
     """
     files = sorted(Path(path).glob("*.arrow")) if Path(path).is_dir() else [Path(path)]
     if not all(file.is_file() for file in files):

@@ -63,7 +63,8 @@ WORDS_NOTE, BLANK_NOTE = "prompt_words_in_completions", "prompt_blanks_in_comple
 class TokenizedDocument:
     """A document's token ids, (tokens,) in the dataset's integer type, and its loss mask.
 
-    loss_mask: (tokens,) int8. None means all tokens are trained on. notes: {name in NOTES: count}.
+    loss_mask: (tokens,) int8. None means all tokens are trained on.
+    notes: {name in NOTE_TEXTS: count}.
     """
 
     ids: np.ndarray
@@ -233,7 +234,7 @@ class DocumentTokenizer:
                 yield error.at(document.location)
 
     def _chat_notes(self, document: ChatDocument, chat: MaskedChat) -> Counter[str]:
-        """Return {name in NOTES: count}, such as the number of empty thoughts in a chat."""
+        """Return {name in NOTE_TEXTS: count}, such as the number of empty thoughts in a chat."""
         empty = [thought.span() for thought in EMPTY_THOUGHT.finditer(chat.text)]
         answers = [
             message["content"]
@@ -302,9 +303,9 @@ def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
     """Return the loss mask of a rendered chat: bool, (tokens,). True means trained on.
 
     offsets: each token's start and stop in characters, (tokens, 2). Tokens inside the trained spans
-    of `chat` are trained on. A token that crosses the start or end of a span is trained on if its
-    text outside the span is blank. If it is not, UnusableRowError is raised. A token that crosses
-    the start of a span and has only blanks inside the span is not trained on.
+    of `chat` are trained on. Tokens that cross an edge of a span are also trained on, if their text
+    outside the span is blank. Otherwise UnusableRowError is raised. Exception: a token that crosses
+    the start of a span, but has only blanks inside the span, is not trained on.
     """
     mask = np.zeros(len(offsets), dtype=bool)
     starts, stops = offsets.T
@@ -389,7 +390,7 @@ class TokenFileWriter:
 
 
 def token_features(id_type: np.dtype, document_format: str) -> dict[str, Any]:
-    """Return the columns of a split and their types, as `datasets` describes features in JSON."""
+    """Return the columns of a split and their types, in the JSON form of `datasets` features."""
     types, mask_column = {"input_ids": id_type.name}, MASK_COLUMNS[document_format]
     if mask_column:
         types[mask_column] = "int8"

@@ -61,7 +61,7 @@ def run_units(
     """Prepare all work units, in up to `num_proc` worker processes if there is enough work.
 
     only_workers: tokenize only in worker processes. Raises ConfigurationError for unusable rows
-    after all units are checked. A unit in which no row is usable ends the work at once.
+    after all units are checked. Exception: a unit in which no row is usable ends the work at once.
     """
     total_bytes = sum(unit.size for unit in units)
     workers = min(num_proc, len(units), total_bytes // LEAST_BYTES_A_WORKER[worker.backend])
@@ -243,8 +243,8 @@ class UnitWorker:
     def _documents(self, unit: WorkUnit, counts: UnitCounts) -> Iterator[tuple[str, Document]]:
         """Yield (split, document) of each usable record in a unit, once per copy.
 
-        The weight of a source is its number of copies in train. Validation gets one copy. Unusable
-        records are counted in `counts`.
+        In train, the number of copies is the source's weight. In other splits, there is one copy.
+        Unusable records are counted in `counts`.
         """
         whole, fraction = divmod(self.settings.sources[unit.source].weight, 1.0)
         for document in read_documents(unit, self.settings, counts.unread):
@@ -264,9 +264,10 @@ class UnitWorker:
                 yield split, document
 
     def _count_dropped(self, row: BadRow, counts: UnitCounts) -> None:
-        """Count a dropped row. It stops the preparation if the setting for its fault is "error".
+        """Count a dropped row. The row stops the preparation if on_bad_row is "error".
 
-        The setting is on_overlong for rows with too many tokens, and on_bad_row for other faults.
+        For rows with too many tokens, on_overlong decides instead. Rows that a filter leaves out,
+        and truncated rows without a trained token, never stop the preparation.
         """
         is_long = row.reason == OVERLONG
         setting = self.settings.on_overlong if is_long else self.settings.on_bad_row

@@ -1,8 +1,9 @@
 """The workspace OUT/.shards: the Arrow files and counts of finished work units.
 
-A work unit is a piece of a source that one worker tokenizes. A unit is finished when its JSON file
-with counts exists. Files are written under temporary names and renamed when they are complete.
-Therefore a preparation may be killed at any time, and several shards may write at the same time.
+OUT is output_dir. A work unit is a piece of a source that one worker tokenizes. A unit is finished
+when its JSON file with counts exists. Files are written under temporary names and renamed when they
+are complete. Therefore a preparation may be killed at any time, and several shards may write at the
+same time.
 """
 
 import json
@@ -73,10 +74,10 @@ TRAINED_WRONGLY = {"thoughts_after_closed_prompts", "without_earlier_thinking"}
 class UnitCounts:
     """Counts over the records of one or more work units.
 
-    documents, tokens, loss_tokens, text_bytes: {split: count}. notes: {name in NOTES: count}.
+    documents, tokens, loss_tokens, text_bytes: {split: count}. notes: {name in NOTE_TEXTS: count}.
     dropped: {reason: records}. refused: {advice to the user: records that stop the preparation}.
     unread: {label: records} of columns, message keys and roles that are not read. examples:
-    messages about the first refused records or, without refused records, the first dropped ones.
+    messages about the first refused records, or about the first dropped records if none is refused.
     """
 
     documents: Counter[str] = field(default_factory=Counter)
@@ -141,7 +142,7 @@ class Workspace:
     def is_prepared(self) -> bool:
         """Return whether output_dir has finished datasets of exactly these settings and sources.
 
-        Raises ConfigurationError if output_dir has other contents. Unfinished work is allowed.
+        Raises ConfigurationError if output_dir has other contents, except unfinished work.
         """
         if self.output_dir.exists() and not self.output_dir.is_dir():
             raise ConfigurationError(f"output_dir: {self.output_dir}: is a file, not a folder")
@@ -187,7 +188,7 @@ class Workspace:
         return replace(self, output_dir=new, replaced=folder)
 
     def publish(self) -> Path:
-        """Replace the folder `replaced`, if set, by output_dir. Return the datasets' folder."""
+        """Rename output_dir to `replaced`, if that is set. Return the datasets' folder."""
         folder = self.replaced
         if folder is None:
             return self.output_dir
@@ -277,9 +278,9 @@ class Workspace:
 
 
 def beside(folder: str | Path, state: str) -> Path:
-    """Return .NAME.STATE beside a folder NAME, the path of its old or new datasets.
+    """Return the path .NAME.STATE beside a folder NAME. state: "old" or "new".
 
-    state: "old" or "new".
+    During --overwrite, this path has the folder's old or new datasets.
     """
     resolved = Path(folder).resolve()
     return resolved.with_name(f".{resolved.name}.{state}")
