@@ -83,9 +83,10 @@ class Journal(TrainerCallback):
 
     @override
     def on_log(self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **__: Any) -> None:
-        """Append the event train, eval, summary or stopped, and write its log line.
+        """Append an event `train`, `eval`, `summary` or `stopped` to metrics.jsonl, and log it.
 
-        All ranks must call this if `logs` has the loss of a held-out split.
+        `stopped` is not logged here, because finish_run logs a stop. All ranks must call this if
+        `logs` has the loss of a held-out split.
         """
         losses = [key for key in logs or () if key.startswith("eval_") and key.endswith("_loss")]
         if losses:
@@ -112,13 +113,14 @@ class Journal(TrainerCallback):
                 line["slowest_host"] = self.memory.by_rank[logs["slowest_rank"]]["host"]
                 self._note_slow_node(line)
         self.write(line)
-        if line["event"] != "stopped":  # finish_run logs a stop, with the checkpoint
+        if line["event"] != "stopped":
             logger.info("%s", readable_line(line, self.stop.limit_s()))
 
     def _note_slow_node(self, line: Mapping[str, Any]) -> None:
-        """Record a node as slow if one of its ranks was slowest in 10 logs in a row over 300 s.
+        """Record a node in the ledger of bad nodes if one of its ranks is slow.
 
-        line: the newest training log. A node is recorded only once.
+        A rank is slow if it was the slowest rank in at least 10 logs in a row and for at least 300
+        s. line: the newest training log. A node is recorded only once.
         """
         rank, cost, node = line["slowest_rank"], line["slowest_cost"], line["slowest_host"]
         slow = cost > number_from_environment("STOKER_SLOW_SHARE", 0.1) > 0
@@ -135,7 +137,7 @@ class Journal(TrainerCallback):
 
     @override
     def on_save(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Measure memory; append a save event for each new checkpoint. All ranks must call this."""
+        """Measure memory; append an event `save` per new checkpoint. All ranks must call this."""
         memory = self.memory.measure()
         if state.is_world_process_zero:
             self.memory_of[state.global_step] = memory
@@ -173,7 +175,7 @@ _FIGURES = {
 # A NaN of these metrics is a fault, and is shown. A NaN of other metrics means no value.
 _SHOWN_NAN = ("loss", "grad_norm")
 SLOW_LOADER = 0.01  # share of a step; longer waits for data are shown
-SLOW_LOGS, SLOW_S = 10, 300.0  # a rank slowest in this many logs in a row, this long, is slow
+SLOW_LOGS, SLOW_S = 10, 300.0  # least logs in a row and least time for `_note_slow_node`
 SLOW_RANK = 0.03  # share of a step; longer waits for the slowest rank are shown
 
 

@@ -47,9 +47,9 @@ class MemoryMonitor(TrainerCallback):
     """A monitor of each rank's memory in GiB, and of each GPU's utilization, power and energy.
 
     Device memory is the memory of torch's allocator. Host memory is the memory of this process
-    without data workers. Each train, eval and save event of metrics.jsonl has the peak since the
-    previous event. sequence_bytes: the predicted memory of one more sequence in the micro-batch. 0
-    means unknown. In this case no headroom is logged.
+    without data workers. Each event `train`, `eval` or `save` of metrics.jsonl has the peak since
+    the previous event. sequence_bytes: the predicted memory of one more sequence in the
+    micro-batch. If it is unknown (0), no headroom is logged.
     """
 
     by_rank: Sequence[Mapping[str, Any]] = ()  # metrics of each rank at the last measurement

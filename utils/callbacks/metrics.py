@@ -255,8 +255,8 @@ def slowest_rank(ranks: list[tuple[float, float, float, float]]) -> dict[str, fl
     slowest_cost is the share of a step in which the other ranks wait for the slowest rank. `ranks`
     has for each rank: elapsed seconds, seconds of waiting for batches, and both results of
     `OwnTime.take`. If matrix products were timed, the rank with the slowest product is assumed to
-    compute all the time. A rank with a product in half of this time is assumed to compute half of
-    the time.
+    compute all the time. A rank that needs half as long for the product is assumed to compute half
+    of the time.
     """
     elapsed_s, longest = max(rank[0] for rank in ranks), max(rank[3] for rank in ranks)
     busy_s = [

@@ -171,7 +171,7 @@ class NonFiniteGuard(TrainerCallback):
 
 
 def nonfinite_weights(model: nn.Module) -> list[str]:
-    """Return the names of trained parameters with a NaN or infinity on this rank; one GPU sync."""
+    """Return the names of trained parameters with a NaN or infinity on this rank. One GPU sync."""
     names, largest = [], []
     for name, parameter in model.named_parameters():
         part: Any = parameter
@@ -192,7 +192,7 @@ def nonfinite_weights(model: nn.Module) -> list[str]:
 def write_step_report(
     found: Sequence[FaultyStep], loader: TrainLoader, run: Path, context_parallel: int = 1
 ) -> str:
-    """Write nonfinite-step-N.json on the earliest step in `found`; return the error message.
+    """Write nonfinite-step-N.json about the earliest step in `found`; return the error message.
 
     `found`: the findings of all ranks. The file lists the documents of the micro-batches with a NaN
     or infinite loss. If all losses are finite, the file lists the documents of the global batch.

@@ -34,7 +34,7 @@ BIT_LEVEL_CHANGES = {
     "strategy",
     "versions",
 }
-# Fields of `launch` in provenance.json. Only starts with the same values compute equal bits.
+# Fields of `launch` in provenance.json. If one of them changes, a resume cannot repeat all bits.
 LAUNCH_FIELDS = "strategy", "world_size", "replicas", "devices", "cpu"
 LoggedValues = Mapping[
     str, Any
@@ -147,10 +147,11 @@ def logs_after(
     line of metrics.jsonl}. step: the step of a checkpoint. lines: the lines of metrics.jsonl.
     starts: the starts in provenance.json.
 
-    Two kinds of logs are left out. Logs before a later resume from an earlier step belong to other
-    weights. Logs of a start that is missing in `starts` have no known nodes. This occurs if a
-    checkpoint was adopted from another directory: metrics.jsonl has the logs of all starts, but
-    provenance.json has only the starts until the checkpoint's save.
+    A log is left out if the run then resumed below `step`: the run trained up to `step` again, and
+    the checkpoint has the weights of the second time. A log is also left out if its start is
+    missing in `starts`, so that its nodes are unknown. This occurs if a checkpoint was adopted from
+    another directory: metrics.jsonl has the logs of all starts, but provenance.json has only the
+    starts until the checkpoint's save.
     """
     logs: dict[int, LoggedValues] = {}
     began = [datetime.fromisoformat(start["time"]).timestamp() for start in starts]

@@ -40,16 +40,16 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationInterrupted(Exception):
-    """Error on all ranks that stops a run in an evaluation. A resumed run first evaluates."""
+    """Error on all ranks if a stop interrupts an evaluation. A resumed run repeats it first."""
 
 
 class Deadline:
     """A time limit of the run, and an estimate of the time that a stop needs before the limit.
 
     A stop needs time for a save and two steps: rank 0 reads the clock only after a step, and the
-    ranks agree on the stop during the next step. If an earlier save is still being written in the
-    background, this takes time as well. total_s: the seconds from `now` to the limit. name: the
-    limit's name in the log.
+    ranks agree on the stop during the next step. The save waits for an earlier save that is still
+    being written in the background. total_s: the seconds from `now` to the limit. name: the limit's
+    name in the log.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class StopWatch(TrainerCallback):
     then begins with the whole evaluation.
 
     A save is requested by a file SAVE, or if the last checkpoint is older than `save_minutes` (0
-    means never). The run continues.
+    means never). After the save, the run continues.
 
     At most once a second, each rank checks whether it has received a signal. Only rank 0 checks the
     files and the time limits. If a background save failed on any rank, all ranks raise an error.
@@ -173,7 +173,7 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Request a stop or a save from Trainer if any rank has received such a request."""
+        """Let Trainer stop or save if any rank has a request to stop or to save."""
         self.step = state.global_step
         if self.first_step:
             self.first_step, self.last_event = False, self.clock()
@@ -182,7 +182,7 @@ class StopWatch(TrainerCallback):
         last = state.global_step >= state.max_steps
         if last and args.logging_strategy == IntervalStrategy.STEPS:
             control.should_log = True  # the report and the model card show the last step
-        # With this strategy Trainer asks for the last step's evaluation only after this event.
+        # If eval_strategy is "epoch", Trainer requests the last evaluation only after this event.
         due = control.should_evaluate or (last and args.eval_strategy == IntervalStrategy.EPOCH)
         if agreed >= STOPPING and last and not due:
             if self.rank == 0:

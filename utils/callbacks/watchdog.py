@@ -26,7 +26,7 @@ from utils.host.run_lock import last_lost_lock_message, note_hang
 from utils.launch.verdict import Note, hang_verdict, leave_note, leave_verdict, read_notes
 
 SLOW = 3  # how many times longer the first step, evaluations, saves and the export may take
-LONGEST_GAP_S = 10.0  # between two calls of look(); after a longer gap the process was suspended
+LONGEST_GAP_S = 10.0  # between two calls of look(); in a longer gap the process was suspended
 OTHERS_LIMIT_S = 2.0  # to wait for hang/rank-N.json of the other ranks
 LAST_WORDS_LIMIT_S = 15.0  # to write the report, because the storage or the log may hang
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors")
@@ -35,7 +35,7 @@ PAGE, FOLDER = "hang.txt", "hang"  # in the run directory; the folder has rank-N
 # of NCCL and which has the collectives of gloo.
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 MISMATCH = ": MISMATCH, ranks do different things"
-# hang.txt shows threads, besides the main thread, that run code in these folders.
+# Besides the main thread, hang.txt shows threads that run code in these folders.
 _THREAD_CODE = ("utils/checkpoints/", "utils/data/", "torch/utils/data/")
 
 

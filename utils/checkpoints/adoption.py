@@ -1,8 +1,8 @@
-"""The flag `--resume_from_checkpoint DIR`: a copy of a checkpoint in a new run directory.
+"""The flag `--resume_from_checkpoint DIR`, which copies a checkpoint into a new run directory.
 
 Each checkpoint has copies of its run's config.yaml and provenance.json in its folder `run`. With
-these files the run can resume in any directory, and Stoker can compare the settings of the new
-start with the settings of earlier starts.
+these files the run can resume in any directory, and Stoker can compare the current settings with
+the run's earlier settings.
 """
 
 import dataclasses
@@ -65,11 +65,11 @@ def known_data(settings: RunSettings) -> list[str]:
 def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignCheckpoint | None:
     """Return the checkpoint that --resume_from_checkpoint names, without reading tensors.
 
-    named: the flag's value. For a run directory, return the newest committed checkpoint of the run.
-    For None, and for True (the newest checkpoint in output_dir), return None. If output_dir has
-    checkpoints, also return None. Raises ConfigurationError if `named` has no committed checkpoint,
-    if config.yaml or provenance.json of its run is missing, or if output_dir belongs to another
-    run.
+    named: the flag's value: the path of a checkpoint or of a run directory, True for the newest
+    checkpoint in output_dir, or None. A run directory means the newest committed checkpoint in it.
+    Return None without a path, or if output_dir has checkpoints. Raises ConfigurationError if
+    `named` has no committed checkpoint, if config.yaml or provenance.json of its run is missing, or
+    if output_dir belongs to another run.
     """
     if not named or named is True:  # True: resume from this run's own newest checkpoint
         return None
@@ -144,9 +144,9 @@ def adopt_checkpoint(named: str | bool | None, output_dir: Path, *, needs_best: 
 def _best_beside(found: ForeignCheckpoint, best: Path | None, *, needs_best: bool) -> Path | None:
     """Return the path of the run's best checkpoint in the folder of `found`, or None.
 
-    best: the path of the best checkpoint in trainer_state.json, or None. If `found` is the best
-    checkpoint, return None. If the best checkpoint is not committed in this folder, return None, or
-    raise ConfigurationError if `needs_best`.
+    best: the best checkpoint's path according to trainer_state.json, or None. If `found` is the
+    best checkpoint, return None. If the folder lacks the best checkpoint or its manifest, return
+    None, but raise ConfigurationError if `needs_best` is true.
     """
     directory = found.directory
     if best is None or best.name in (directory.name, f"checkpoint-{found.manifest.step}"):

@@ -29,8 +29,8 @@ from utils.host.machine import host_name
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
-# Prefixes of other directories. Trainer and many scripts take any name checkpoint-* for a
-# checkpoint, so suffixes would not do.
+# Prefixes of renamed checkpoints. A suffix would not help, because Trainer and many scripts take
+# any directory checkpoint-* for a checkpoint.
 INCOMPLETE, DAMAGED, DELETING = "incomplete.", "damaged.", "deleting."
 RESHARDED = "resharded."  # a temporary copy for another number of ranks
 SHOWN_PROBLEMS = 5
@@ -53,7 +53,7 @@ def numbered_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 def how_to_rewrite(final: str | Path) -> str:
     """Return advice for the user on how to write a damaged final/ again.
 
-    Return "" if the path `final` is no folder final/, or if the run has no checkpoint.
+    Return "" if the path `final` does not end in final/, or if the run has no checkpoint.
     """
     directory = Path(final)
     if directory.name != FINAL or not numbered_checkpoints(directory.parent):
@@ -69,9 +69,9 @@ def own_checkpoint(output_dir: Path) -> Path | None:
 
 
 def best_checkpoint(directory: Path) -> Path | None:
-    """Return the path of the run's best checkpoint, which the checkpoint `directory` names.
+    """Return the path of the run's best checkpoint. `directory` is any checkpoint of the run.
 
-    The name is in the checkpoint's trainer_state.json. Return None if trainer_state.json is missing
+    The path is in trainer_state.json of `directory`. Return None if trainer_state.json is missing
     or damaged or names no best checkpoint. Only the last part of the stored path is used, because
     the run may have been moved or downloaded. The returned path is in the same folder as
     `directory` and may not exist.

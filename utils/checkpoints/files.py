@@ -49,7 +49,7 @@ PROCESSOR_FILES = (
 OWN_STATE = "stoker"  # the key of Stoker's own state in a checkpoint's trainer_state.json
 RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # a run's id is a part of file names
 SPACE_MARGIN = 1.02  # each checkpoint is a little larger than the previous one, because logs grow
-# Files of a model's configuration and a tokenizer, without tensors.
+# Suffixes of the files of a model's configuration and a tokenizer. These files have no tensors.
 DESCRIPTIONS = frozenset({".json", ".jinja", ".txt", ".model"})
 # One core hashes about a gigabyte per second, so several cores hash parts of a file.
 PART_BYTES = 2**26
@@ -57,8 +57,8 @@ PIECE_BYTES = 2**20
 THREADS = 8  # parallel file systems are faster with several readers
 COPY_THREADS = 2  # training runs at the same time
 
-# Files with the number of the rank that writes them: Trainer's RNG states, shards of
-# torch.distributed.checkpoint (FSDP) and shards of DeepSpeed's ZeRO.
+# Names of files that contain the number of the rank that writes the file: Trainer's RNG states,
+# shards of torch.distributed.checkpoint (FSDP) and shards of DeepSpeed's ZeRO.
 _OWNED = re.compile(
     r"(?:.*/)?(?:rng_state_(\d+)\.pth|__(\d+)_\d+\.distcp|(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_[^/]*)"
 )
@@ -91,8 +91,8 @@ def owner(name: str) -> int:
 def list_files(directory: Path) -> list[str]:
     """Return the paths of a checkpoint's files and links, sorted and relative to `directory`.
 
-    manifest.json is left out. So are files .nfsXXXX: NFS gives these names to deleted files that
-    are still open.
+    manifest.json is left out. Files .nfsXXXX are left out, because NFS gives these names to deleted
+    files that are still open.
     """
     paths = [path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()]
     names = [path.relative_to(directory).as_posix() for path in paths if path.name[:4] != ".nfs"]
@@ -308,7 +308,8 @@ def _text(committed: Mapping[str, Any]) -> str:
 def check_layout(checkpoint: Path, strategy: str) -> None:
     """Raise ConfigurationError if a parallel strategy cannot load a checkpoint.
 
-    A strategy loads its own checkpoints, and checkpoints of the strategy that ALIKE pairs with it.
+    A strategy can load a checkpoint that it saved itself. It can also load a checkpoint of the
+    strategy with which SAME_FORMAT_STRATEGIES pairs it.
     """
     written = read_manifest(checkpoint).strategy
     if written == strategy or {written, strategy} in SAME_FORMAT_STRATEGIES:

@@ -37,10 +37,11 @@ METADATA_NAMES = re.compile(
 
 
 def guard_loading(strategy: str) -> None:
-    """Force weights_only=True for torch.load in this process; allow the strategy's classes.
+    """Force weights_only=True for torch.load in this process.
 
-    strategy: the parallel strategy. Its checkpoints contain objects of some classes. Also turn off
-    the CRC-32 sums of torch.save, which take time and which torch.load ignores.
+    torch.load may still create objects of the classes that occur in checkpoints of the parallel
+    strategy `strategy`. Also turn off the CRC-32 sums of torch.save, because they take time and
+    torch.load ignores them.
     """
     set_crc32_options(False)
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
@@ -49,7 +50,7 @@ def guard_loading(strategy: str) -> None:
 
 
 def allow_known_classes(strategy: str) -> None:
-    """Let torch.load with weights_only=True create the classes in checkpoints of a strategy."""
+    """Allow torch.load to create the classes that occur in checkpoints of a parallel strategy."""
     # Not torch's context manager: on exit it also forbids classes that were allowed before.
     rebuild: Any = np.empty(0).__reduce__()[0]
     add_safe_globals([rebuild, np.ndarray, np.dtype, np.dtypes.UInt32DType])

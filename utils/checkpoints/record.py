@@ -210,10 +210,10 @@ class RunRecord:
         return copy, f"{problem}: {self._copies / CONFIG} is used instead"
 
     def _read(self, name: str, parse: Callable[[str], Any]) -> tuple[Any, str]:
-        """Return the parsed content of a file, then a problem as text.
+        """Return (parsed content of a file, problem as text).
 
-        If the file cannot be read or parsed, the content is `None`. For a parsed file, the problem
-        says that the file was changed. The caller uses this text if file and copy differ.
+        If the file cannot be read or parsed, the content is `None`. Otherwise the text says that
+        the file was changed. The caller uses this text only if the file and its copy differ.
         """
         try:
             return parse((self.directory / name).read_text(encoding="utf-8")), DAMAGE_REASONS[name]
@@ -271,7 +271,8 @@ def copy_record(output_dir: Path, checkpoint: Path) -> None:
 def settings_in_force(run_dir: Path, starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return {name: value}: the settings of config.yaml with the changes by `starts`.
 
-    starts: entries of the list in provenance.json, oldest first. An entry has its changed settings.
+    starts: entries of the list `starts` in provenance.json, oldest first. Each entry has the
+    settings that this start changed.
     """
     settings = RunRecord(run_dir).settings
     for start in starts:

@@ -123,7 +123,7 @@ class BackgroundWriter:
             self.directory = None
 
     def close(self) -> None:
-        """Remove the directory in /dev/shm and the process group, after all ranks have written."""
+        """Remove the directory in /dev/shm and the process group. Call this after the last save."""
         self.remove_directory()
         if self.group is not None:
             torch.distributed.destroy_process_group(self.group)
@@ -301,8 +301,8 @@ class Checkpoints:
         """Write the manifest and delete old checkpoints; return the checkpoint's size in bytes.
 
         record: a function that flushes a rank's files and returns {name: FileRecord}. Every rank
-        calls its `record`. group: the process group of the background threads. None means the
-        foreground. All ranks must call this.
+        calls its `record`. group: the process group of the background threads, or None in the main
+        thread. All ranks must call this.
         """
         by_rank = on_every_rank(record, group)
         self.own_bytes = sum(file.size_bytes for file in by_rank[self.rank].values())

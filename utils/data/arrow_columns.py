@@ -67,7 +67,7 @@ class ListColumn:
         return [values[chunk][start:stop] for chunk, start, stop in zip(*bounds, strict=True)]
 
     def bounds(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Bounds:
-        """Return Bounds of the documents' values [start, stop): lists of chunk, start and stop."""
+        """Return Bounds of segments. Segment i: values [starts[i], stops[i]) of documents[i]."""
         chunks = self.first_documents.searchsorted(documents, side="right") - 1
         base = self.offsets[documents] - self.offsets[self.first_documents[chunks]]
         return chunks.tolist(), (base + starts).tolist(), (base + stops).tolist()
@@ -137,7 +137,7 @@ def data_files(directory: Path) -> list[Path]:
 
 
 def loss_mask_among(names: Iterable[str]) -> str | None:
-    """Return the name in `names` of a column that marks trained tokens (LOSS_MASKS), or None."""
+    """Return the column name in `names` that is a loss mask (one of LOSS_MASKS), or None."""
     return next((name for name in LOSS_MASKS if name in names), None)
 
 

@@ -17,14 +17,14 @@ from utils.data.token_dataset import TokenDataset
 from utils.host.redaction import redact
 from utils.launch.signals import shield_loader_worker
 
-PADDED_TO = 64  # lengths are multiples of it, in tokens, so that kernels are chosen for few shapes
+PADDED_TO = 64  # tokens; lengths are multiples of 64, so that kernels are chosen for few shapes
 
 # A batch from PackedDataset, of B sequences of T tokens:
 # input_ids       (B, T) int32
-# loss_mask       (B, T) bool: which tokens are trained on; never the first token of a segment
-# cu_seq_lens     int32: the starts of all segments in the flattened (B * T) tokens, then B * T. The
-#                 padded tail of a sequence is a segment. No segment is empty, because flash kernels
-#                 would start work for empty segments
+# loss_mask       (B, T) bool: which tokens are trained on; never the first token of a segment. A
+#                 segment is one document's part of a sequence, or the padding at a sequence's end.
+# cu_seq_lens     int32: the starts of all segments in the flattened (B * T) tokens, then B * T. No
+#                 segment is empty, because flash kernels would start work for empty segments.
 # loss_positions  int64: the flattened positions from which a trained token is predicted
 # sequence_tokens (B,) int64: tokens of each sequence before its padding
 # sources         (sources, B) bool: the source of each sequence, if there are several sources

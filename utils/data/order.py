@@ -147,9 +147,9 @@ class SampleOrder:
     def samples_before(self, sample: int) -> list[int]:
         """Return for each source its number of samples among the first `sample` samples.
 
-        `sample` is the first sample of a block. Source 0 gives round(n w0 / (w0 + w1 + ...)) of n
-        samples, source 1 gives its share of the rest, and so on. As n grows by 1, each count grows
-        by 0 or 1, so shares do not drift.
+        `sample` must be a multiple of the block size. Source 0 gives round(n w0 / (w0 + w1 + ...))
+        of n samples, source 1 gives its share of the rest, and so on. As n grows by 1, each count
+        grows by 0 or 1, so shares do not drift.
         """
         counts = []
         remaining, weight = sample, sum(self.weights or ())
@@ -231,7 +231,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @property
     def accumulation_steps(self) -> int:
-        """Trainer's accumulation steps: 1 if the batch grows, because training_step accumulates."""
+        """Trainer's accumulation steps. 1 if the batch grows: then training_step accumulates."""
         return 1 if self.grows else self.accumulation_at(0)
 
     def size_at(self, step: int) -> int:
@@ -250,7 +250,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @property
     def full_size_steps(self) -> float:
-        """Steps for all samples of the run if every step had the last (largest) batch size."""
+        """The number of steps of the run if every step had the last (largest) batch size."""
         return self.samples_before(self.total_steps) / max(self.sizes.values())
 
     def sequences_of_step(self, step: int) -> np.ndarray:
@@ -259,7 +259,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return self.order.sequences(np.arange(first, first + self.size_at(step)))
 
     def epoch_at(self, step: int) -> float:
-        """Return the epochs in the first `step` steps: their samples divided by all sequences."""
+        """Return the epochs in the first `step` steps: samples / number of all sequences."""
         return self.samples_before(step) / self.order.total
 
 
@@ -286,9 +286,9 @@ def eval_batches(
     micro-batches, because the ranks reduce after each micro-batch. -1 (PADDING_SEQUENCE) fills the
     last micro-batches.
 
-    at_most: the number of sequences to choose at random. None means all sequences. The choice is
-    the same for every seed and number of ranks. The first sequences would all have long documents,
-    because packing sorts by length.
+    at_most: the number of sequences to choose. None means all sequences. The choice is the same for
+    every seed and number of ranks. It is random, because packing sorts by length: the first
+    sequences have only long documents.
     """
     numbers = np.arange(sequences)
     if at_most is not None and at_most < sequences:

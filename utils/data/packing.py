@@ -234,8 +234,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     Longer pieces are placed first, and pieces of equal length in order. A piece goes to the fullest
     sequence that has room for the piece. If no sequence has room, the piece opens a new sequence.
     Pieces of equal length are placed together. This does not change the result: a sequence that
-    takes a piece remains the fullest one until it has no room for another piece of this length. So
-    the work grows with the number of different lengths and free spaces.
+    takes a piece remains the fullest one until it has no room for another piece of this length. The
+    time grows with the number of different lengths and free spaces, not with the number of pieces.
     """
     # numpy sorts 16-bit keys by radix, four times as fast.
     key_type = np.uint16 if capacity < 1 << 16 else np.int64

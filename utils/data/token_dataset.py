@@ -47,8 +47,8 @@ PADDING_RUN = 4  # this many equal tokens at the start or end of a row may be pa
 class TokenDataset:
     """The documents of one split, in order, read from memory-mapped Arrow files.
 
-    The files are read from `folder`, which is `path` or a copy of `path`. A pickle has only the
-    paths and the description. A data worker that unpickles the dataset opens the files itself.
+    The files are read from `folder`, which is `path` or a copy of `path`. A pickle of the dataset
+    has only paths and description. A data worker that unpickles it opens the files itself.
     """
 
     path: Path
@@ -132,9 +132,9 @@ def open_token_dataset(
     the split since then, the older version with one of these fingerprints is opened.
 
     Every token is read once if stoker.json is missing, or if its file sizes or modification times
-    differ from the files. If only the times differ, a split of more than 2**32 tokens is not read
-    again. Let one rank open the split first. The other ranks then find the statistics in the disk
-    cache.
+    differ from the files. Exception: if only the times differ, a split of more than 2**32 tokens is
+    not read. Let one rank open the split first. The other ranks then find the statistics in the
+    disk cache.
 
     Raises ConfigurationError if `path` is no token dataset, or if stoker.json describes other data.
     """
@@ -175,7 +175,7 @@ def open_token_dataset(
 
 
 def _files_after_append(directory: Path, listed: list[Path], described: Description) -> list[Path]:
-    """Return the paths of the Arrow files of a split that has had an append.
+    """Return the paths of a split's Arrow files after documents were appended to the split.
 
     An append writes stoker.json (`described`) before state.json, which lists the files `listed`. If
     an append was killed in between, state.json lists only the older files. In this case the files
@@ -316,7 +316,7 @@ def _padding_problem(dataset: TokenDataset) -> Iterator[str]:
     """Yield a message if a dataset without attention_mask seems to be padded to one length.
 
     The dataset seems padded if all rows have one length, and 5 % of the rows (at least two) begin
-    or end with 4 copies of one token. Copies at the end must be trained on.
+    or end with 4 copies of one token. Copies at the end count only if they are trained on.
     """
     found = dataset.description.statistics
     length = found.longest_document

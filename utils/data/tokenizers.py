@@ -113,7 +113,7 @@ def without_training_marks(template: str) -> str:
 
 
 def render_alike(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> bool:
-    """Return whether two chat templates are equal, apart from their {% generation %} markers."""
+    """Return whether two tokenizers' chat templates are equal, apart from {% generation %} tags."""
     mine, theirs = (
         without_training_marks(each.chat_template) if isinstance(each.chat_template, str) else None
         for each in (one, other)
@@ -124,8 +124,8 @@ def render_alike(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase
 def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> str | None:
     """Return a text about the first id that has different tokens in two tokenizers, or None.
 
-    Added tokens are not compared, because chat models rename reserved tokens, which no text
-    contains.
+    Added tokens are not compared, because chat models rename reserved tokens. Reserved tokens do
+    not occur in text.
     """
     mine, theirs = ({n: word for word, n in each.get_vocab().items()} for each in (one, other))
     added = one.added_tokens_decoder.keys() | other.added_tokens_decoder.keys()

@@ -267,9 +267,9 @@ def charts_of_several(runs: Sequence[History]) -> list[Chart]:
 
 
 def starts_on_axes(run: History) -> list[dict[str, Any]]:
-    """Return marks for the x axes. A mark shows where a later start of the run began to train.
+    """Return marks for the x axes. A mark shows where training began again after a restart.
 
-    Starts that never trained have no mark. A mark has label, step, tokens and hours.
+    Restarts that never trained have no mark. A mark has label, step, tokens and hours.
     """
     curves, ran, marks = Curves(run), 0.0, []
     for index, start in enumerate(run.starts):

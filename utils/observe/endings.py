@@ -46,7 +46,7 @@ class Job:
 
 
 class End(Enum):
-    """The state of a start or a run: a word for the user, and the evidence for the state."""
+    """The state of a run or of one start of its script: a word for the user, and the evidence."""
 
     ALIVE = "running", "its lock has a recent heartbeat"
     SILENT = "running", "its lock has no recent heartbeat, but Slurm runs its job"
@@ -128,7 +128,7 @@ def pages_of_a_failure(run: History, end: End) -> list[Page]:
 
 
 def start_in_words(run: History, start: Start) -> str:
-    """Return the text on how a start ended in the report's table of starts."""
+    """Return a text about how a start ended. The report's table of starts shows this text."""
     end = end_of_start(run, start)
     at = f"at step {start.last_step:,}" if start.trained is not None else "before training"
     if end is End.NOT_FINITE:

@@ -63,11 +63,11 @@ def thinned(values: np.ndarray, points: int) -> np.ndarray:
 
 
 def seconds_by_use(run: History) -> dict[str, float]:
-    """Return {use of the time (key of HOURS): seconds} of a run.
+    """Return how long a run spent on each use of its time, {use: seconds}. HOURS has the uses.
 
-    The seconds add up to the time until the last start ended. Work that a later start repeated
-    counts as "lost". The time from the last log line of a failed or interrupted start to its end
-    also counts as "lost".
+    A start is one execution of the script. The seconds add up to the time until the last start
+    ended. Work that a later start repeated counts as "lost". The time from the last log line of a
+    failed or interrupted start to its end also counts as "lost".
     """
     spent = dict.fromkeys((key for key, _ in HOURS), 0.0)
     since = None
@@ -86,11 +86,11 @@ def seconds_by_use(run: History) -> dict[str, float]:
 
 
 def _seconds_before(start: Start, since: float | None) -> dict[str, float]:
-    """Return {key of HOURS: seconds} for the time between the previous start's end and this start.
+    """Return how the time between the previous start and this start was spent, {use: seconds}.
 
-    since: the previous start's end. None means the first start, for which the time is counted from
-    the submission of its job. The keys are "between", "queue" and "startup". All seconds are
-    "between" if provenance.json has no start time of the job.
+    since: when the previous start ended. None means the first start. In this case the time begins
+    with the submission of the job. The uses are "between", "queue" and "startup". If
+    provenance.json has no start time of the job, all seconds are "between".
     """
     submitted, began = (logged_number(start.job.get(f"{key}_time")) for key in ("submit", "start"))
     since = min(submitted or start.began, start.began) if since is None else since
@@ -102,7 +102,7 @@ def _seconds_before(start: Start, since: float | None) -> dict[str, float]:
 
 
 def _seconds_of_start(start: Start) -> dict[str, float]:
-    """Return {key of HOURS: seconds} of a start, from the times in its log lines."""
+    """Return how a start spent its time, {use: seconds}, according to its log lines."""
     trained = [line for line in start.lines if line["event"] == "train"]
     first, step_time, wait, lost = (
         np.nan_to_num(column(trained, key))

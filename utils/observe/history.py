@@ -94,7 +94,7 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class Page:
-    """A text file for people (see PAGES). beside: names of files in a profile's folder, else ()."""
+    """A text file for people (see PAGES). beside: the files in a profile's folder; otherwise ()."""
 
     name: str
     text: str
@@ -264,7 +264,7 @@ def _read_journal(
 def _read_owners(
     path: Path, entries: Sequence[Mapping[str, Any]]
 ) -> tuple[list[RunOwner], RunOwner | None]:
-    """Return the lock files of starts, newest first, and that of a refused newest start or None.
+    """Return (lock files of starts, newest first; lock file of a refused newest start or None).
 
     A refused start failed its checks: it released its lock in the phase "starting" and is not in
     provenance.json. The list contains a refused start only if the run has no other start.
@@ -322,7 +322,7 @@ def _add_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Start
         known = [start.began, start.trained or 0.0, *(line["time"] for line in start.lines[-1:])]
         if owner and owner.spent:
             known.append(owner.since + sum(owner.spent.values()))
-        # Each heartbeat renews the file's time. In a copied directory, it is the time of the copy.
+        # The lock file's time is the last heartbeat, or in a copied directory the time of the copy.
         latest = min([known[-1] + 2 * WATCH_S, *(one.began for one in later)])
         if owner and owner.beat < latest:
             known.append(owner.beat)

@@ -37,8 +37,8 @@ CO2 = "STOKER_CO2_G_PER_KWH"
 class Hours:
     """The GPU-hours of a run: the hours of each start of the script, times the start's ranks.
 
-    parts: {use, such as saves (key of PHASES): GPU-hours}. unit: "GPU-hours", or on CPUs
-    "process-hours". kwh: energy in training, 0 if unknown.
+    parts: GPU-hours by use, such as {"saves": 1.5}. PHASES_BY_PART has all uses. unit: "GPU-hours",
+    or on CPUs "process-hours". kwh: energy in training, 0 if unknown.
     """
 
     parts: dict[str, float]
@@ -82,10 +82,9 @@ def _rank_count(start: Start) -> int:
 
 
 def _seconds_by_use(run: History, start: Start, before: Start | None) -> dict[str, float]:
-    """Return {use (key of PHASES): seconds} of a start.
+    """Return for how long a start held its GPUs, by use: {use: seconds}.
 
-    The seconds add up to the time for which the start held its GPUs. before: the previous start, or
-    None.
+    PHASES_BY_PART has all uses. before: the previous start, or None.
     """
     spent = start.owner.spent if start.owner else {}
     saved = start.owner.saved if start.owner else {}
@@ -119,8 +118,8 @@ def _sum_by_use(spent: Mapping[str, float]) -> dict[str, float]:
 def _time_before_start(start: Start, began: float, before: Start | None) -> tuple[str, float]:
     """Return (use, seconds) of the time for which the job held its GPUs before a start began.
 
-    The use is "starts" or "between restarts". before: the previous start, or None. For a start
-    outside of the job scripts, the seconds are 0, because other commands may have run before.
+    The use is "starts" or "between restarts". before: the previous start, or None. Without Stoker's
+    job scripts, the seconds are 0, because the job may have run other commands before.
     """
     restarts = start.job.get("restart_in_job")
     if restarts is None:

@@ -77,8 +77,8 @@ def run_directories(named: Sequence[Path], *, compare: bool) -> list[Path]:
 def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None) -> Path:
     """Write the report of one run, or a comparison of several; return the path of the HTML file.
 
-    output: the HTML file. None means report.html in the directory of the run. For several runs, it
-    means report.html in the working directory. picture: an image file that also gets the charts.
+    output: the HTML file. None means report.html in the directory of the run, or in the working
+    directory if there are several runs. picture: an image file that also gets the charts.
     Raises ConfigurationError if reading or writing fails.
     """
     runs = [read_run(path) for path in paths]

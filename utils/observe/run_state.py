@@ -36,7 +36,7 @@ LINES = 5  # the speed is the median of this many training logs
 SQUEUE_S = 5.0
 UNKNOWN = "unknown"  # a user without a name
 SHOWN_S = 7 * 24 * 3600  # how long status.py shows a job that ended before its run began
-LAST_BYTES, LONGEST_LINE = 2**16, 500  # of the log of this job
+LAST_BYTES, LONGEST_LINE = 2**16, 500  # limits for reading a job's log and for its last line
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def runs_of_folder(
 
 
 def sums_of_hours(runs: Sequence[RunStatus], names: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return [(name, text with hours and energy), ...]: sums of all runs, each user, each folder.
+    """Return sums over all runs, each user's runs and each folder: [(name, hours and energy), ...].
 
     names: {path of a run: its path relative to the listed folder}
     """
@@ -141,7 +141,7 @@ def sums_of_hours(runs: Sequence[RunStatus], names: Mapping[str, str]) -> list[t
 
 
 def queued_jobs(users: Sequence[str] = ()) -> dict[str, Job]:
-    """Return {job id: job} of the jobs in Slurm's queue that belong to this user or another user.
+    """Return {job id: job} of the jobs in Slurm's queue of this user and of `users`.
 
     users: the names of other users. Submitted jobs that ended before their run began are included.
     Return {} if squeue is missing or fails.
@@ -190,7 +190,7 @@ def _last_log_line(log: Path, run: Path, job: str) -> str:
 
 
 def _run_began(run: Path, job: str, ended: float) -> bool:
-    """Return whether a job began its run, or another start began this run after the job's end.
+    """Return whether a job started its run, or whether the run was started after the job ended.
 
     run: the run directory. job: the job's id. ended: unix seconds.
     """

@@ -2,7 +2,7 @@
 
 `--space` deletes nothing. `--keep` copies into a hidden folder. After all files are verified, this
 folder gets its final name. The run may train during the copy, because a committed checkpoint does
-not change and lines of the journal are only appended.
+not change and metrics.jsonl only gets new lines at its end.
 """
 
 import contextlib
@@ -229,7 +229,7 @@ def keep_run(run: Path, say: Callable[[str], None]) -> None:
 
 
 def _complete_copy(run: Path) -> Path | None:
-    """Return the path of a run's copy in STOKER_ARCHIVE; None if the copy lacks log lines."""
+    """Return the path of a run's copy in STOKER_ARCHIVE; None without a copy of all log lines."""
     copy = Path(os.environ.get("STOKER_ARCHIVE", "(not set)"), run.resolve().name)
     records = [RunRecord(each, lenient=True).run_id for each in (run, copy) if is_run(each)]
     sizes = [(each / JOURNAL).stat().st_size for each in (run, copy) if (each / JOURNAL).is_file()]

@@ -235,11 +235,12 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
 def sync_wandb(directories: Sequence[str], all_in: str | None) -> int:
     """Upload wandb's offline files that are not uploaded yet; return exit code 0.
 
-    directories, all_in: as in `show_runs`. The file of a running start is left for later, because
-    wandb accepts a file only once. The file of a killed start lacks its end. Its complete records
-    are uploaded, and it is marked as uploaded. `wandb sync` alone would upload it again at each
-    call and never reach later starts. The API key is WANDB_API_KEY (from the environment or `.env`)
-    or the key of `wandb login`. Raises ConfigurationError if an upload fails.
+    directories, all_in: as in `show_runs`. Each execution of the script writes one file. The newest
+    file of a running run is left for later, because wandb accepts a file only once. If an execution
+    was killed, its file lacks the end. The complete records are uploaded, and the file is marked as
+    uploaded. Without the mark, `wandb sync` would upload the file again at each call and never
+    reach later files. The API key is WANDB_API_KEY (from the environment or `.env`) or the key of
+    `wandb login`. Raises ConfigurationError if an upload fails.
     """
     runs = [Path(each) for each in directories] or runs_below(Path(all_in or "runs"))
     load_env_file()

@@ -37,11 +37,11 @@ class Stateful(Protocol):
         """Return {unique key: JSON value} to store in a checkpoint. All ranks must call this."""
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore this object's values from a checkpoint's values (`saved`), {} in a new run."""
+        """Restore this object's values from `saved`: a checkpoint's values, or {} in a new run."""
 
 
 class DataEpochs(TrainerCallback):
-    """A counter of the epochs of the training data. Trainer counts all steps as one epoch.
+    """A counter of epochs of the training data, because Trainer counts the run as one epoch.
 
     At the end of a data epoch, the callback requests a log if logging_strategy is "epoch", an
     evaluation if eval_strategy is "epoch", and a save if save_strategy is "epoch".
@@ -64,13 +64,13 @@ class DataEpochs(TrainerCallback):
 
 
 class OwnCallbacks:
-    """The user's callbacks (--callbacks). Checkpoints store the state of each ExportableState."""
+    """The user's callbacks (--callbacks). Checkpoints store the attributes of ExportableStates."""
 
     def __init__(self, entries: Sequence[str]):
         self.made = {entry: callback_class(entry)() for entry in entries}
 
     def state(self) -> dict[str, Any]:
-        """Return {"own_callbacks": {name in --callbacks: attributes}}, or {} without any state.
+        """Return {"own_callbacks": {name in --callbacks: attributes}}; {} if no callback has state.
 
         A checkpoint stores the attributes of rank 0's callbacks. Raises ConfigurationError if a
         callback's state has values that are not JSON.

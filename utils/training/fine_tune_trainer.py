@@ -50,7 +50,7 @@ class FineTuneTrainer(PackedTrainer, SFTTrainer):
 
 
 def _new_token_rows(adapters: Any, model: Any, new: list[int]) -> dict[str, list[int]]:
-    """Return {module name of embedding or head: ids of new tokens}, the rows that PEFT trains.
+    """Return {name of the embedding or head module: ids of new tokens}. PEFT trains these rows.
 
     Modules in LoRA's modules_to_save are left out, because PEFT trains all of their rows. A head
     that is tied to the embedding is left out as well.

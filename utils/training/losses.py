@@ -58,7 +58,7 @@ class SourceLosses:
         return {UNLOGGED_BY_SOURCE: gathered(own)}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore this rank's loss sums. With a new number of ranks, rank 0 restores all sums."""
+        """Restore this rank's sums. If the number of ranks changed, rank 0 restores all sums."""
         by_rank = saved.get(UNLOGGED_BY_SOURCE, [])
         same = len(by_rank) == self.args.world_size
         for rank, sums in enumerate(by_rank):
@@ -83,7 +83,8 @@ class ExpertBalance:
 
     The loss depends on how many tokens of the global batch each expert gets. If a step has several
     micro-batches, a forward pass without gradients first counts these tokens. The metric is the
-    mean loss since the last log. As in TRL, the metric is not multiplied by the loss's coefficient.
+    mean loss since the last log. It does not include the loss's coefficient. TRL's metric is the
+    same.
     """
 
     def __init__(self, term: RouterTerm, args: TrainingArguments, context_parallel: int = 1):
@@ -102,7 +103,7 @@ class ExpertBalance:
         return {UNLOGGED_BALANCE: [gathered(float(self.total)), self.steps]} if self.steps else {}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore this rank's loss sum, and the number of steps without a log before the save."""
+        """Restore this rank's loss sum, and the number of steps from the last log to the save."""
         sums, self.steps = saved.get(UNLOGGED_BALANCE, ([0.0], 0))
         self.total = rank_share(sums, self.args)
 
@@ -175,7 +176,7 @@ class EvaluationTotals:
     def add(self, outputs: Any, following: torch.Tensor) -> None:
         """Add a micro-batch's loss sum, loss tokens and correct tokens.
 
-        outputs: the micro-batch's LossOutput. following: the label after each token, (B, T)
+        outputs: the micro-batch's LossOutput. following: for each token the next label, (B, T)
         """
         hits = outputs.get("hits")
         if hits is None:  # compute from all logits; argmax never equals -100
@@ -186,7 +187,8 @@ class EvaluationTotals:
     def figures(self, prefix: str) -> dict[str, float]:
         """Return the split's PREFIX_loss, PREFIX_perplexity, PREFIX_accuracy and PREFIX_tokens.
 
-        Loss, perplexity and accuracy are NaN without loss tokens. All ranks must call this.
+        If the split has no loss tokens, loss, perplexity and accuracy are NaN. All ranks must call
+        this.
         """
         loss_sum, tokens, hits = reduce(self.totals, reduction="sum").tolist()
         if not tokens:

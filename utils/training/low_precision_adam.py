@@ -138,9 +138,9 @@ class LowPrecisionAdamW(AdamW):
     def _cut_into_spans(self) -> None:
         """Set `spans` and `keys`.
 
-        A span has the rows of a weight that one `update` call processes. `keys` has for each period
-        (see the module) the index of the weight, and the index of the period's first element in the
-        unsharded weight. Both indices determine the random rounding.
+        A span has the rows of a weight that one `update` call processes. `keys` has two numbers for
+        each period (see the module): the index of the weight, and the index of the period's first
+        element in the unsharded weight. Both numbers determine the random rounding.
         """
         keys: list[tuple[int, int]] = []  # by period: index of the weight, first element
         for index, weight in enumerate(self._weights()):
@@ -207,7 +207,7 @@ def _update_periods(
 ) -> None:
     """Call `update` for rows from one or more periods; torch compiles this function.
 
-    start: the period of the first row, and the row's index in this period. table: all multipliers
+    start: the first row's period, and its index in this period. table: multipliers of all periods
     """
     at = start[1] + torch.arange(len(part["weight"]), device=start.device)
     factors = table[:, start[0] + at // len(words)].unsqueeze(-1)
@@ -242,11 +242,11 @@ def _plain_formula(numbers: Tensor, *values: Tensor) -> Updated:
 
 
 def step_numbers(group: Group, steps: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return for each weight of a group the `numbers` of `_plain_formula`, (8,) float32.
+    """Return the argument `numbers` of `_plain_formula` for each weight of a group, (8,) float32.
 
     `steps` has each weight's number of steps, including this step. The bias corrections are
-    computed on the device, in float64 as in torch. Each result is a view of one tensor. With eight
-    numbers, each view is aligned to 16 bytes. torch would copy unaligned views at each call.
+    computed on the device, in float64 as in torch. The results are views of one tensor, each
+    aligned to 16 bytes. torch would copy unaligned views at each call.
     """
     step = torch.stack(list(steps)).double()
     (beta1, beta2), lr = group["betas"], group["lr"]
@@ -271,8 +271,8 @@ def compiled_update(
 ) -> Callable[..., None]:
     """Return `_update_periods`, compiled for tensors of these names and types.
 
-    The function is compiled on dummy tensors. A real weight may have two equal sizes. torch would
-    take them for always equal, and would compile again for other weights.
+    The function is compiled with dummy tensors that have no equal sizes. If a weight with two equal
+    sizes came first, torch would treat these as always equal, and later compile again.
     """
     compiled = torch.compile(_update_periods, dynamic=True)
     device, shape = words.device, (len(words) + 7, words.shape[1])
@@ -289,7 +289,7 @@ def compiled_update(
 
 
 def _row_views(tensors: State, unit: int) -> State:
-    """Return a weight's tensors without the step count: views (rows, unit), scales (rows,)."""
+    """Return views of a weight's tensors, except its step count: (rows, unit), scales (rows,)."""
     return {
         name: local_part(tensor).view(-1, *(() if name.endswith(SCALE) else (unit,)))
         for name, tensor in tensors.items()
@@ -312,10 +312,10 @@ def _first_element(weight: Tensor) -> int:
 
 
 def block_size(shape: Sequence[int]) -> int | None:
-    """Return the number of elements in a block of 8-bit codes. None means that codes are not used.
+    """Return the number of elements in a block of 8-bit codes, or None if codes are not used.
 
-    The size is the largest from 256 down to 64 that divides the weight's last dimension, so that
-    sharding by rows splits no block. Codes are not used for small or one-dimensional tensors.
+    The size is the largest number from 256 down to 64 that divides the last dimension, so that
+    sharding by rows splits no block. Small and one-dimensional tensors do not use codes.
     """
     if len(shape) < 2 or math.prod(shape) < FEWEST_ELEMENTS:
         return None
@@ -339,8 +339,8 @@ def round_into(
     """Round float32 `values` (rows, unit) and store them in `part[name]`; overwrites `values`.
 
     A row is a block of 8-bit codes, or one element. `random(bits)` returns int32 noise below
-    2**bits. Without `random`, values are rounded to the nearest. Values that bfloat16 represents
-    exactly stay the same, including infinities and torch's NaNs.
+    2**bits. Without `random`, each value is rounded to the nearest stored value. Values that
+    bfloat16 represents exactly stay the same, including infinities and torch's NaNs.
     """
     stored, scales = part[name], part.get(name + SCALE)
     if scales is not None:
@@ -356,8 +356,8 @@ def round_into(
 def _encode(values: Tensor, codes: Tensor, scales: Tensor, added: Tensor | int) -> None:
     """Store float32 `values` (blocks, block) as `codes` and `scales`; overwrites `values`.
 
-    codes: int8 for signed values, else uint8. added: an integer to add to the float32 bits before
-    low bits are dropped. Noise rounds at random. Half of the dropped range rounds to nearest.
+    codes: int8 for signed values, else uint8. added: integers to add to the float32 bits before the
+    low bits are dropped: noise to round at random, or half of the dropped range to round to nearest
     """
     torch.amax(values.abs(), dim=-1, out=scales)  # vector_norm takes ten times as long
     scales.clamp_(min=_TINY)

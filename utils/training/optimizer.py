@@ -73,8 +73,8 @@ class InheritedOptimizer(TrainerCallback):
     """A callback that loads the optimizer state of an earlier run before the first step.
 
     The state has moments and step counts. The earlier run's learning rate schedule is not loaded.
-    `directory` is a checkpoint of the earlier run. Its optimizer.pt must have been checked to be
-    safe to unpickle.
+    `directory` is a checkpoint of the earlier run. The caller must have checked that optimizer.pt
+    in it is safe to unpickle.
     """
 
     def __init__(self, directory: Path):
@@ -114,7 +114,7 @@ def _state_mismatch(saved: dict[str, Any], fresh: dict[str, Any], optimizer: Any
 
 
 class MuonAdamW(AdamW):
-    """Muon for parameter groups with `muon: True`, AdamW for the others.
+    """Muon for parameter groups with `muon: True`, AdamW for groups with `muon: False`.
 
     Muon stores one average per matrix, in the matrix's type. A stack of experts, (experts, ., .),
     counts as one matrix per expert. Under FSDP2 the ranks divide the work: each rank gathers the
@@ -151,7 +151,7 @@ class MuonAdamW(AdamW):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
             state[MOMENTUM] = torch.zeros_like(weight)
-        state["step"] += 1  # torch's AdamW expects it in each state
+        state["step"] += 1  # torch's AdamW expects a step count in each state
         average = local_part(state[MOMENTUM]).lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp_(average, group["momentum"])
         return update.bfloat16() if self.in_bf16 else update
@@ -174,9 +174,9 @@ def orthogonal_rows(
 ) -> list[Tensor]:
     """Make matrices orthogonal; return this rank's rows of each result. All ranks must call this.
 
-    parts: this rank's rows of each matrix. weights: the matrices' parameters, one list from
-    `_weight_batches`. The list has a single weight with all rows on this rank, or it has sharded
-    weights, at most one per rank.
+    parts: this rank's rows of each matrix. weights: the matrices as parameters, a list from
+    `_weight_batches`. The list has either one unsharded weight, or at most one sharded weight for
+    each rank.
     """
     group = _shard_group(weights[0])
     if group is None:
@@ -205,7 +205,7 @@ def _weight_batches(weights: Sequence[nn.Parameter]) -> list[Sequence[nn.Paramet
 
 
 def _shard_group(weight: Any) -> distributed.ProcessGroup | None:
-    """Return the process group that shards the rows of a matrix, or None without sharded rows.
+    """Return the process group that shards a matrix's rows, or None if they are not sharded.
 
     Under HSDP this group has the ranks of one replica.
     """

@@ -5,10 +5,10 @@ becomes the best checkpoint. A checkpoint that was saved only because the run wa
 becomes the best checkpoint: an uninterrupted run would not have this checkpoint, and both runs must
 end with the same model.
 
-On the same number of ranks, each rank restores its RNG states exactly. Another number of ranks
-divides the batch into other micro-batches, so dropout masks cannot be the same. All ranks then get
-new RNG states, computed from (seed, step, rank). Resuming twice from one checkpoint thus gives the
-same weights bit for bit, and no two ranks draw the same numbers.
+If the number of ranks is unchanged, each rank restores its RNG states exactly. If it has changed,
+the batch is divided into other micro-batches, so dropout masks cannot be the same. All ranks then
+get new RNG states, computed from (seed, step, rank). Resuming twice from one checkpoint thus gives
+the same weights bit for bit, and no two ranks draw the same numbers.
 """
 
 import logging
@@ -109,9 +109,9 @@ class SavingTrainer(Trainer):
         at a new best step.
 
         Trainer sets `skip_scheduler` for an evaluation before the first step. Early stopping and
-        the choice of the best step ignore this evaluation, unless a stop had prevented the
-        evaluation of the resumed step. In this case the metrics count, but no save is requested,
-        because the step already has a checkpoint.
+        the choice of the best step ignore this evaluation. Exception: if a stop prevented this
+        evaluation before a resume, the metrics count. But no save is requested, because the step
+        already has a checkpoint.
         """
         self.callbacks.progress.begin(Phase.EVALUATE, self.state.global_step)
         self.callbacks.guard.settle()
@@ -275,8 +275,8 @@ class SavingTrainer(Trainer):
     ) -> Any:
         """Prepare model and optimizer; load the checkpoint of a resumed run.
 
-        A ZeRO checkpoint of another number of ranks is converted first. After loading, the learning
-        rate is set by the current schedule. Returns what Trainer's method returns.
+        A ZeRO checkpoint that another number of ranks saved is converted first. After loading, the
+        learning rate is set by the current schedule. Returns the result of Trainer's method.
         """
         if resume_from_checkpoint is not None:
             self.callbacks.progress.begin(Phase.LOAD, self.state.global_step)

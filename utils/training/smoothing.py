@@ -112,11 +112,11 @@ class EmbeddingNoise:
     def set_lengths(
         self, cu_seq_lens: Tensor, tokens: int, context: ContextGroup | None = None, rows: int = 1
     ) -> None:
-        """Set the document length of each token in the next micro-batch, which has `tokens` tokens.
+        """Store the length of each token's document in the next micro-batch.
 
-        cu_seq_lens: the document boundaries. context: the context-parallel group of this rank, or
-        None. In a group, this rank computes one slice of each sequence. rows: the number of
-        sequences.
+        cu_seq_lens: the document boundaries. tokens: the number of tokens in the micro-batch.
+        context: the context-parallel group of this rank, or None. In a group, this rank computes
+        one slice of each sequence. rows: the number of sequences.
         """
         lengths = cu_seq_lens.diff()
         self.lengths = lengths.repeat_interleave(lengths, output_size=tokens)

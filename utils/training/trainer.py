@@ -86,7 +86,7 @@ class PackedTrainer(SavingTrainer):
         )
         for reporter in (PrinterCallback, ProgressCallback):
             self.remove_callback(reporter)  # the Journal callback reports instead
-        # In fp16 a loss scaler skips steps with overflowing gradients, so they are no error.
+        # In fp16 overflowing gradients are no error, because a loss scaler skips these steps.
         self.callbacks.guard.checks_gradients = self.accelerator.mixed_precision != "fp16"
         tune_strategy(self.accelerator)
         self.sums_replicas = has_replicas(self.accelerator)
@@ -128,7 +128,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def _prepare_inputs(self, inputs: Batch) -> dict[str, Any]:
-        """Move a micro-batch to the device; return the model's inputs. No GPU sync."""
+        """Move a micro-batch to the device without waiting for it; return the model's inputs."""
         # Only experts use sequence_tokens.
         needed = {**self.used, "sequence_tokens": self.callbacks.balance is not None}
         used = {name: value for name, value in inputs.items() if needed.get(name, True)}
@@ -153,7 +153,7 @@ class PackedTrainer(SavingTrainer):
         """Return a list of a step's micro-batches, and the number of loss tokens on all ranks.
 
         If the global batch grows during the run, the list has one item: the list of the
-        micro-batches. No GPU sync.
+        micro-batches. Does not wait for the device.
         """
         self.callbacks.progress.begin_step(self.state.global_step + 1)
         if self.sampler.grows:
@@ -205,8 +205,8 @@ class PackedTrainer(SavingTrainer):
 
         num_items_in_batch: the number of these loss tokens. Without loss tokens the loss is 0. The
         load-balancing loss of experts is added. With `return_outputs`, the result is (loss, model
-        outputs). FineTuneTrainer also uses Trainer's method here. TRL's method would count the
-        tokens of one sequence and wait for the device.
+        outputs). This method calls Trainer's method, even in FineTuneTrainer: TRL's method would
+        count the tokens of one sequence and wait for the device.
         """
         assert isinstance(num_items_in_batch, torch.Tensor), "see get_batch_samples"
         inputs, items = {**inputs, "use_cache": False}, num_items_in_batch.clamp(min=1)
