@@ -131,7 +131,7 @@ def _convert_weights(state: Conversion) -> None:
 
 
 def _convert_order(state: Conversion) -> None:
-    """Convert the order of documents. axolotl's curriculum_sampling becomes order: sequential."""
+    """Convert the order of documents. axolotl's curriculum_sampling becomes `order: sequential`."""
     shuffled = state.value("shuffle_merged_datasets", True)
     packed = state.take("sample_packing_sequentially")
     if state.take("curriculum_sampling"):

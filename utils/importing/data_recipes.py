@@ -143,7 +143,7 @@ def _convert_evaluation_data(state: Conversion, recipes: Sequence[dict[str, Any]
 
 
 def limit_tokens(state: Conversion) -> None:
-    """If a pretraining has a single source, limit it to 1.1 times the tokens of max_steps."""
+    """Limit a pretraining with a single source to 1.1 times the tokens of max_steps."""
     steps, sources = state.value("max_steps", 0), state.data["sources"]
     if not state.pretraining or not steps or steps < 0 or len(sources) != 1:
         return

@@ -136,7 +136,7 @@ def _add_prompt_function(state: Conversion, source: str, entry: dict[str, Any], 
 
 
 def _disable_thinking(state: Conversion) -> None:
-    """Set enable_thinking: false if the model's chat template prints an empty thought (Qwen3).
+    """Set `enable_thinking: false` if the model's chat template prints an empty thought (Qwen3).
 
     With this setting, the empty thought is not trained on, as in axolotl.
     """
@@ -277,7 +277,7 @@ def _trl_entries(state: Conversion, source: str, value: Any) -> Entries:
 
 
 def _trl_evaluation(state: Conversion, found: Entries, is_mixture: bool) -> None:
-    """If eval_strategy is on, set `eval_sources` to the test split of each dataset, as TRL does.
+    """Set `eval_sources` to the test split of each dataset if eval_strategy is on, as in TRL.
 
     found: the entries of the training data. is_mixture: whether the config has a list of datasets.
     If the config has a list, TRL evaluates only if dataset_test_split names the split.

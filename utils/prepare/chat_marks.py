@@ -247,10 +247,11 @@ class MarkedChat:
                 raise self.refused(index, problem, "text_changed")
 
     def check_texts_printed(self) -> set[int]:
-        """Return the indices of messages that are rendered without their reasoning.
+        """Check that all texts are printed. Return the messages that lack only their reasoning.
 
-        Many templates leave out the reasoning of earlier turns. Raises UnusableRowError if the
-        rendering lacks the last turn's reasoning, any other text of a message, or a tool.
+        Many templates leave out the reasoning of earlier turns. The indices of these messages are
+        returned. Raises UnusableRowError if the rendering lacks the last turn's reasoning, another
+        text of a message, or a tool.
         """
         printed = Counter((mark.message, mark.kind) for mark in self.marks)
         left_out = [key for key, expected in self.expected.items() if printed[key] < expected]

@@ -69,8 +69,8 @@ def absent_columns(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]
     """Return the names in --columns that do not occur in the row.
 
     A name may occur as a column, a key of a message or a role. columns: pairs (name in the file,
-    our name). Names that become `user`, `assistant` or `tool` are never returned: a row may
-    lack these roles.
+    Stoker's name). Names that become `user`, `assistant` or `tool` are never returned: a row
+    may lack these roles.
     """
     text = str(fields).replace('"', "'")  # messages may be JSON text with double quotes
     absent = [each for each in columns if each[0] not in fields and f"'{each[0]}'" not in text]
@@ -108,7 +108,7 @@ def unsuitable_reason(given: Mapping[str, Any], source: Source) -> str:
 
 
 def _likely_renamings(fields: Mapping[str, Any]) -> Iterator[tuple[str, Renaming]]:
-    """Yield (kind of document, {column: our name}) for well-known columns, most likely first."""
+    """Yield (kind of document, {column: Stoker's name}) of well-known columns, likeliest first."""
     columns = {name.lower(): name for name in fields}
     is_preference = "chosen" in fields
     answers: Sequence[str] = ("chosen",) if is_preference else _ANSWERS
@@ -150,7 +150,7 @@ def _chat_renamings(
 
 
 def _guess_unknown_columns(fields: Mapping[str, Any]) -> dict[str, Renaming]:
-    """Return {kind of document: {column: our name}} for a row without well-known column names.
+    """Return {kind of document: {column: Stoker's name}} for a row without well-known column names.
 
     Returns {} for other rows, and for rows with lists or objects.
     """

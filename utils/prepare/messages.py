@@ -76,8 +76,8 @@ def messages_of(
 ) -> list[dict[str, Any]]:
     """Return the messages in `value`, in the form that chat templates read.
 
-    column: the column's name in errors. names: pairs (name in the file, our name) of message keys
-    and roles. Raises UnusableRowError if `value` has no message or a faulty one.
+    column: the column's name in errors. names: pairs (name in the file, Stoker's name) of message
+    keys and roles. Raises UnusableRowError if `value` has no message or a faulty one.
     """
     value = decode_json(value)
     if isinstance(value, Mapping):
@@ -272,7 +272,7 @@ def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict
 
 
 def _content_of_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
-    """Return the keys content, reasoning_content and tool_calls that a message's parts give."""
+    """Return `content`, `reasoning_content` and `tool_calls`, made from a message's parts."""
     texts, thoughts, calls = [], [], []
     for part in parts:
         kind, value = "text", part

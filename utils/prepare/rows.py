@@ -198,7 +198,7 @@ def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
 
 
 class _Row(dict[str, Any]):
-    """A row's fields under our column names."""
+    """A row's fields under Stoker's column names."""
 
     def __init__(self, given: Mapping[str, Any], columns: Sequence[tuple[str, str]]):
         super().__init__(renamed(given, columns))
@@ -210,7 +210,7 @@ class _Row(dict[str, Any]):
         return repr(self._file_names.get(name, name))
 
     def messages(self, name: str) -> list[dict[str, Any]]:
-        """Return the messages in a column, with our names for their keys and roles."""
+        """Return the messages in a column, with keys and roles renamed as --columns says."""
         return messages_of(self.quoted(name), self[name], self._columns)
 
     def either(self, *names: str) -> tuple[str, Any]:
@@ -239,7 +239,7 @@ def detect_formats(fields: Mapping[str, Any]) -> list[str]:
 
 
 def becomes_chat(fields: Mapping[str, Any], row_format: str) -> bool:
-    """Return whether a row becomes a ChatDocument. fields: the row under our column names."""
+    """Return whether a row becomes a ChatDocument. fields: the row under Stoker's names."""
     if row_format == "prompt_completion":
         return _is_chat(fields.get("prompt"))
     return DOCUMENT_FORMATS[row_format] == "messages"
@@ -248,7 +248,7 @@ def becomes_chat(fields: Mapping[str, Any], row_format: str) -> bool:
 def document_fields(
     given: Mapping[str, Any], row_format: str, columns: Sequence[tuple[str, str]] = ()
 ) -> Mapping[str, Any]:
-    """Return a document's fields, such as `messages`. Raises UnusableRowError for a faulty row."""
+    """Return the fields of a row's document, such as `messages`. Raises UnusableRowError."""
     fields = _Row(given, columns)
     missing = [fields.quoted(name) for name in REQUIRED[row_format] if fields.get(name) is None]
     if missing:
@@ -297,8 +297,8 @@ def _is_chat(value: Any) -> bool:
 def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
     """Return {"prompt", "completion"} of a row: two texts, or two lists of messages.
 
-    After a prompt of messages, a completion may also be a text. Raises UnusableRowError for other
-    mixtures and for faulty values.
+    Exception: after a prompt of messages, a completion may be a text. Raises UnusableRowError for
+    other mixtures and for faulty values.
     """
     prompt, completion = fields["prompt"], fields["completion"]
     prompt_name, completion_name = map(fields.quoted, ("prompt", "completion"))
@@ -372,7 +372,7 @@ def _answer_message(fields: _Row, text: str) -> dict[str, Any]:
 
 
 def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str, Any]]:
-    """Put the row's system text, if any, first. Raises UnusableRowError if there is another."""
+    """Put the row's system text, if any, first. Raises UnusableRowError for two different texts."""
     name, system = fields.either("system", "system_prompt")
     if not system or (isinstance(system, str) and not system.strip()):
         return messages

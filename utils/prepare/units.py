@@ -277,7 +277,7 @@ class UnitWorker:
     def _limit_length(
         self, document: Document, tokenized: TokenizedDocument | BadRow, counts: UnitCounts
     ) -> TokenizedDocument | BadRow:
-        """Return the tokenized document, or a BadRow if the document is too long or was unusable.
+        """Return the tokenized document, or a BadRow if the document is too long or was refused.
 
         Tokens beyond sequence_length are cut off if on_overlong is "truncate".
         """

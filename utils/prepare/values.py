@@ -271,9 +271,9 @@ def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Ma
 
 
 def renamed_message(given: Any, names: Sequence[tuple[str, str]]) -> Any:
-    """Return a message with our names for its keys and role. Return other values unchanged.
+    """Return a message with keys and role renamed. Return a value that is no message unchanged.
 
-    names: pairs (name in the file, our name).
+    names: pairs (name in the file, Stoker's name).
     """
     message = decode_json(given) if names else given
     if not names or not isinstance(message, Mapping):

@@ -58,8 +58,7 @@ SourceFiles = Sequence[tuple[Source, Sequence[SourceFile]]]
 class WorkUnit:
     """A piece of a source that one worker tokenizes: consecutive parts of its files.
 
-    source: the index of the source. size: bytes on disk. max_tokens: the most tokens to write. None
-    means no limit.
+    source: the index of the source. size: bytes on disk. max_tokens: None means no limit.
     """
 
     index: int
@@ -309,7 +308,10 @@ def _converted_records(parts: Sequence[FilePart], source: Source) -> Iterator[Re
 
 
 def _first_record(records: Iterator[Record | BadRow], source: Source, on_bad_row: str) -> Record:
-    """Return the first readable record. Raises ConfigurationError if all are faulty."""
+    """Return the first readable record. Raises ConfigurationError without one.
+
+    If on_bad_row is "error", the search ends after ROWS_TRIED faulty records.
+    """
     fault, faults = "", 0
     for record in records:
         if isinstance(record, Record):
@@ -340,7 +342,7 @@ def _check_first_rows(first: Record, others: Iterator[Record | BadRow], rows: Ro
 def _row_format(record: Record, source: Source, wanted: str) -> str:
     """Return the name of a source's row format, from its setting or its first record.
 
-    wanted: the document format of the earlier sources. It decides between several formats that fit.
+    wanted: the document format of earlier sources, to choose between several formats that fit.
     Raises ConfigurationError if no format fits, or if several fit equally well.
     """
     row_format, found = source.format, detect_formats(renamed(record.fields, source.columns))

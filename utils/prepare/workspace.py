@@ -111,7 +111,7 @@ class UnitCounts:
 
 
 def earlier_hub_commits(output_dir: Path) -> dict[str, str]:
-    """Return {NAME@REVISION: commit} of the Hub datasets that earlier work in output_dir used."""
+    """Return {NAME@REVISION: commit} of the Hub datasets used by earlier work in output_dir."""
     with suppress(OSError, ValueError):
         settings = json.loads((output_dir / WORKSPACE / SETTINGS_FILE).read_text(encoding="utf-8"))
         return dict(settings.get("hub", {}))
