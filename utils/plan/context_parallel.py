@@ -1,4 +1,4 @@
-"""Checks that several ranks can share each sequence of a model (setting `context_parallel`)."""
+"""Checks that a model can split its sequences over several ranks (setting `context_parallel`)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,8 @@ from utils.model.loss_head import choose_loss_head
 from utils.model.probe import CPU, ProbeError, observe_attention, probe_config
 
 WITHOUT = "set context_parallel: 1"
-# Rope types that depend on the longest document of a micro-batch. A rank sees only its slice.
+# Rope types whose frequencies depend on the longest document of a micro-batch. A rank sees only a
+# slice of each sequence.
 BY_LENGTH = {"dynamic", "longrope"}
 KEY_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
 
@@ -26,7 +27,7 @@ def check_context_parallel_model(
     device: torch.device | None,
     report: Report,
 ) -> None:
-    """Raise ConfigurationError if `context_parallel` ranks cannot share a sequence of the model.
+    """Raise ConfigurationError if the model cannot split a sequence over `context_parallel` ranks.
 
     device: the device that trains. None means a login node. Adds a warning to `report` if ranks on
     different nodes share sequences.
@@ -95,14 +96,15 @@ def context_parallel_problems(
 
 
 def indivisible_heads(config: PreTrainedConfig, size: int) -> list[str]:
-    """Return an error text for each number of heads that does not divide over `size` ranks."""
+    """Return error texts for layers whose attention heads do not divide over `size` ranks."""
     faults: dict[str, None] = {}
     for layer in config.get_text_config(decoder=True).per_layer_config:
         heads = getattr(layer, "num_attention_heads", 0)
         if not heads:  # a layer without attention
             continue
         keys = [getattr(layer, name, None) or heads for name in KEY_HEADS]
-        # Each rank gets query heads with their own key heads, or with a copy of one key head.
+        # A rank gets query heads and their key heads. With more ranks than key heads, several ranks
+        # get a copy of the same key head.
         fitting = [
             n
             for n in range(1, heads + 1)

@@ -2,8 +2,8 @@
 
 GPUs compute and communicate at the same time, so a micro-batch takes the longer of both times.
 Matrix products and attention reach a share of the GPU's peak speed. The share depends on the
-model's width. It was measured on one H200 with compiled layers (benchmarks/results/gpu). A comment
-marks each constant that nobody measured.
+model's width. The shares were measured on one H200 with compiled layers (benchmarks/results/gpu). A
+comment marks each constant that was not measured.
 """
 
 import math
@@ -53,7 +53,7 @@ NOT_COMPILED, WITH_EXPERTS, FLOAT32, SELECTIVE = 0.8, 0.5, 0.5, 1.04
 # bytes per second (200 Gbit/s per GPU).
 LINK_SHARE, NETWORK = 0.8, 25e9
 HSDP = "hsdp"
-STRATEGY_FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # where the names differ
+STRATEGY_FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # where the file has another name
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 EQUALLY_FAST = 0.98  # a speed of at least this share of the fastest counts as equal
 TABLE_ROWS = 4  # rows of the table
@@ -98,8 +98,8 @@ class Planner:
         """Return the FLOPs per token of a step, including recomputation.
 
         A token attends to half of its document on average. Full recomputation repeats the forward
-        pass without the LM head. This adds 2 FLOPs per weight. In attention it adds 4 FLOPs per
-        head, head dimension and visible token.
+        pass without the LM head. The second pass takes 2 FLOPs per weight and token. Its attention
+        takes 4 FLOPs per head, head dimension and visible token.
         """
         text, products = self.setup.config.get_text_config(decoder=True), self.products
         head = text.vocab_size * text.hidden_size
@@ -113,7 +113,7 @@ class Planner:
         return slow, fast
 
     def tokens_per_s(self, setup: Setup, recomputed: str, multi_gpu: float = MULTI_GPU[1]) -> float:
-        """Return tokens per second of all GPUs together, padding included.
+        """Return tokens per second of all GPUs together. Padding tokens count.
 
         multi_gpu: the factor on each GPU's speed in a run on several GPUs. GPUs of unknown speed
         count as H100s. Raises ConfigurationError if the global batch does not divide into
@@ -139,7 +139,8 @@ class Planner:
         work_s = tokens * self.step_flops(recomputed) / (share * known.flops)
         exchange_s, exchange_at_the_end_s = exchange_times(setup, gpus, known.link)
         each_s = max(work_s, exchange_s)
-        # Attention waits for the exchange of heads. Groups of ranks stay in a node if they fit.
+        # Attention waits until the ranks that share sequences have exchanged heads. These ranks are
+        # on one node if their number divides the GPUs of a node.
         link_of_group = known.link if gpus.per_node % size == 0 else NETWORK
         each_s += tokens * self.head_bytes(setup, recomputed) / (link_of_group * LINK_SHARE)
         # The exchange at the end overlaps with the last backward pass, 2/3 of a micro-batch's time.
@@ -147,11 +148,11 @@ class Planner:
         return tokens * accumulation * gpus.world_size / (accumulation * each_s + last_s)
 
     def head_bytes(self, setup: Setup, recomputed: str) -> float:
-        """Return the bytes per token that a rank sends to the ranks that share its sequences.
+        """Return the bytes per token that a rank sends to ranks with which it shares sequences.
 
         The forward pass exchanges queries, keys, values and outputs. The backward pass exchanges
-        their gradients. Recomputation repeats the exchange of the forward pass. Returns 0.0 if
-        ranks share no sequences.
+        their gradients. Recomputation repeats the exchange of the forward pass. Returns 0.0
+        if ranks share no sequences.
         """
         size, text = setup.settings.run.context_parallel, setup.config.get_text_config(decoder=True)
         if size == 1:
@@ -182,7 +183,7 @@ class Planner:
 
     @property
     def room(self) -> int:
-        """The largest prediction in bytes that fits a GPU, as for activation_checkpointing auto."""
+        """The largest prediction that fits: a GPU's usable bytes divided by MEMORY_MARGIN."""
         return int(self.gpus.memory_gib * GIB * (1 - RESERVED["cuda"]) / MEMORY_MARGIN["cuda"])
 
     def candidates(self) -> list[Candidate]:
@@ -196,7 +197,7 @@ class Planner:
         return []
 
     def _fitting_candidates(self, size: int) -> Iterator[Candidate]:
-        """Yield the settings that fit a GPU, those with less sharding first.
+        """Yield the settings that fit a GPU, strategies with less sharding first.
 
         DeepSpeed's strategies are tried only if the run uses DeepSpeed. size: the number of ranks
         that share each sequence.
@@ -221,8 +222,8 @@ def exchange_times(setup: Setup, gpus: AssumedGpus, link: float) -> tuple[float,
 
     link: bytes/s between GPUs of a node. The GPUs exchange weights and gradients in a ring. Between
     nodes the ring uses the network cards of all GPUs of a node. HSDP has a ring for each copy of
-    the states. At the end of a step, HSDP sums gradients over the copies, in float32 and in another
-    ring for each shard.
+    the states. At the end of a step, HSDP also sums the gradients over the copies, in float32. Each
+    shard has its own ring for this sum.
     """
     replicas, shards = setup.launch.replicas, gpus.world_size // setup.launch.replicas
     network = link if gpus.nodes == 1 else min(link, gpus.per_node * NETWORK)
@@ -364,7 +365,7 @@ def forecast_line(
 
 
 def shown_speeds(speeds: tuple[float, float]) -> str:
-    """Return two speeds as text: "90,000 to 120,000", or one number if both round to the same."""
+    """Return two speeds as text: "90,000 to 120,000", or one number if they round to it."""
     return " to ".join(dict.fromkeys(f"{rounded(speed):,}" for speed in speeds))
 
 

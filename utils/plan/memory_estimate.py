@@ -54,8 +54,8 @@ def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -
     """Estimate the memory of one training device.
 
     choice: the mode of activation checkpointing. micro_batch: sequences per forward pass, by
-    default the number in the settings. `micro_batch` does not change whether the estimate includes
-    gradient accumulation. If the model cannot run on fake tensors, activations are left out.
+    default the number in the settings. The settings, not `micro_batch`, decide whether gradients
+    accumulate. If the model cannot run on fake tensors, activations are left out.
     """
     settings, launch, dtype = setup.settings, setup.launch, setup.dtype
     (parameters, trained), quantized = setup.parameters, setup.quantized
@@ -73,7 +73,7 @@ def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -
     ddp = launch.strategy == "ddp"
     # DDP keeps the gradients in its buckets from the first step on.
     accumulated = gradients if accumulates or ddp else 0
-    peak = peak_gradients = gradients  # while the optimizer steps
+    peak = peak_gradients = gradients  # during the optimizer step
     gathered_weights, counted, fault = 0, False, ""
     try:
         parts, gathered_weights, fault = trace(setup, choice, micro_batch or setup.micro_batch)
@@ -97,7 +97,7 @@ def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -
     if ddp and accumulates:
         peak_gradients += gradients  # DDP's buckets and the accumulated gradients
     if quantized is not None:
-        # At the peak one layer's weights are dequantized. Assume that it is the largest layer.
+        # At the peak, one layer's weights are dequantized. Assume the largest layer.
         activations += quantized.largest * dtype.itemsize
         weights -= quantized.bytes_saved(settings.model, dtype)
     weights, states = weights // shards["weights"], states // shards["optimizer"]
@@ -109,8 +109,8 @@ def step_peak(
 ) -> tuple[int, int]:
     """Return the peak bytes of a step, and the bytes of gradients at this peak.
 
-    Weights and optimizer states are not in the peak. parts: the parts of a step. shards: number
-    of ranks over which gradients are sharded. A rank keeps its shard of a layer's gradients after
+    Weights and optimizer states are not counted. parts: the parts of a step. shards: number of
+    ranks over which gradients are sharded. A rank keeps its shard of a layer's gradients after
     the layer's backward pass. accumulated: bytes of gradients from earlier micro-batches, to which
     the new gradients are added. buffer_ratio: bytes of the communication buffer per byte of a
     layer's gradients. A layer's buffer lives until the next layer's buffer is allocated. The last
@@ -135,7 +135,7 @@ def step_peak(
 def optimizer_bytes_per_parameter(optim_states: str | None, trained_size: float) -> float:
     """Return the bytes of AdamW's two moments per trained parameter.
 
-    optim_states: the type of the moments. None means the type of the parameter, which takes
+    optim_states: the type of the moments. None means the parameter's own type, which has
     `trained_size` bytes.
     """
     return 2 * (BYTES_A_STATE[optim_states] if optim_states else trained_size)

@@ -34,8 +34,9 @@ RESERVED = {"cuda": 0.06, "cpu": 0.05}
 # A run may need the predicted memory times this factor. A process on a CPU also holds kernels,
 # their threads and gaps between tensors: small models need up to 1.8 times (docs/memory.md).
 MEMORY_MARGIN = {"cuda": 1.10, "cpu": 2.0}
-# A change that may make a run fit is {setting: value}. The key GPUS sets the number of GPUs.
-# The key REPLICAS sets the number of copies of sharded states. A change of strategy resets it to 1.
+# A change that may make a run fit is {setting: value}. Two keys are no settings: GPUS is the number
+# of GPUs, and REPLICAS is the number of copies of sharded states. If a change has a strategy and no
+# REPLICAS, the number of copies becomes 1.
 GPUS, REPLICAS = "GPUs", "copies"
 MICRO_BATCH, CHECKPOINTING = "per_device_train_batch_size", "activation_checkpointing"
 CONTEXT = "context_parallel"
@@ -47,14 +48,14 @@ QLORA = LORA_CHANGES | {"load_in_4bit": True, "use_bnb_nested_quant": True}
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The choice of activation checkpointing and its predictions, for provenance.json.
+    """The chosen activation checkpointing and the predicted memory, for provenance.json.
 
-    requested: the mode in the settings, or auto. predicted_bytes: {mode: bytes per device}.
-    room_bytes: usable bytes of the device with the least memory. None means unknown.
+    choice: the chosen mode. requested: the setting, which may be auto. predicted_bytes: {mode:
+    bytes per device}. room_bytes: usable bytes of the device with the least memory, or None.
     sequence_bytes: bytes of one more sequence in a micro-batch (without a GPU, an upper bound).
     sharded_bytes: bytes per device under fsdp2 (without a GPU, under the run's strategy).
-    context_bytes: {context_parallel: bytes per device} for the next larger possible value. It is {}
-    without a GPU, and for micro-batches of several sequences.
+    context_bytes: {context_parallel: bytes per device} for the next larger possible value. {}
+    without a GPU, or if a micro-batch has several sequences.
     """
 
     choice: str
@@ -70,10 +71,10 @@ class MemoryPlan:
 def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
     """Predict a device's memory, choose the activation checkpointing, and add lines to `report`.
 
-    All ranks must call this, because the device with the least free memory decides for all. In a
-    dry run for other GPUs, the device is the GPU that --assume or slurm/cluster.env names. Raises
-    ConfigurationError if the prediction exceeds a GPU's memory times MARGIN, or if the weights do
-    not fit a CPU's memory.
+    All ranks must call this, because the device with the least free memory decides for all ranks.
+    If the run trains on another machine, the device is the GPU that --assume or slurm/cluster.env
+    names. Raises ConfigurationError if the prediction exceeds a GPU's memory times MEMORY_MARGIN,
+    or if the weights alone do not fit a CPU's memory.
     """
     settings, launch = setup.settings, setup.launch
     requested, possible = checkpointing_choices(setup)
@@ -231,8 +232,8 @@ def remedies(setup: Setup, choice: str, room: int) -> str:
 def accompanying_settings(setup: Setup, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return more settings {setting: value} that the user has to give together with `changes`.
 
-    They fix the global batch size if the user did not set it. They reset settings that contradict
-    `changes`.
+    If the user did not set global_batch_size, the present value is returned, because `changes`
+    could alter it. Settings that contradict `changes` get null or false.
     """
     run, model, strategy = setup.settings.run, setup.settings.model, changes.get("strategy")
     is_given = setup.settings.values.rank("global_batch_size") > 0

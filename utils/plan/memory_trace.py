@@ -2,7 +2,7 @@
 
 Fake tensors have shapes and types, but no values. A tensor's bytes count from the operator that
 returns the tensor until the last reference to the tensor is gone. If several layers are equal, only
-the first layer runs, and its bytes count for each of these layers. Begin to read with `trace`.
+the first layer runs, and its bytes count for each of these layers. Start reading at `trace`.
 """
 
 import copy
@@ -67,7 +67,7 @@ class Setup:
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks. Ranks that share sequences count as one."""
+        """The number of data-parallel ranks: world_size / context_parallel."""
         return self.launch.world_size // self.settings.run.context_parallel
 
     @property
@@ -77,7 +77,7 @@ class Setup:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The type of mixed precision. None means no mixed precision."""
+        """The dtype of mixed precision. None means no mixed precision."""
         return COMPUTED.get(self.settings.training.mixed_precision)
 
     @property
@@ -104,11 +104,10 @@ class Setup:
 class StepPart:
     """The memory of a part of a training step, such as the forward pass of a layer.
 
-    Tensors are live until their last reference is gone. change: {name of a part: growth of live
-    bytes during this part}. A tensor counts for the part that allocated it, so the growth is
-    negative if this part frees tensors of an earlier part. peak: the largest growth of all live
-    bytes since this part began. gradients: bytes of a layer's gradients, in the part of the layer's
-    backward pass.
+    A tensor is live until its last reference is gone. change: {name of a part: growth, during this
+    part, of the live bytes that the named part allocated}. The growth is negative if this part
+    frees tensors of the named part. peak: the largest growth of all live bytes since this part
+    began. gradients: bytes of a layer's gradients if this part is its backward pass, else 0.
     """
 
     name: str
@@ -126,9 +125,9 @@ def trace(setup: Setup, choice: str, micro_batch: int) -> tuple[list[StepPart], 
     """Count the memory of a step on fake tensors. Returns (parts, gathered bytes, warning).
 
     choice: the mode of activation checkpointing. The gathered bytes are the sharded weights that a
-    rank holds at the same time: two layers, and all weights outside the layers. The warning is ""
-    unless compiled layers are counted as not compiled. Raises one of MISFITS if the model cannot
-    run on fake tensors.
+    rank holds at the same time: two layers, and all weights outside the layers. The warning says
+    that compiled layers are counted as not compiled, or is "". Raises one of MODEL_ERRORS if the
+    model cannot run on fake tensors.
     """
     fault = ""
     # With recomputation, torch.utils.checkpoint decides which tensors are kept, not the compiler.
@@ -152,11 +151,12 @@ def _count_parts(
     inside = {inner for layer in marked for inner in layer.modules() if inner is not layer}
     layers = [layer for layer in marked if layer not in inside]
     kinds = layer_kinds(layers)
-    # Experts use transformers' fallback for torch's grouped product. It accepts fake tensors of any
-    # type, and its results have the same sizes. A Mock would keep its arguments alive.
+    # Let experts use transformers' fallback for torch's grouped product. The fallback accepts fake
+    # tensors of any type, and its results have the same sizes. `_zero` is a function, because a
+    # Mock would keep its arguments alive.
     plain_experts = mock.patch.object(moe, "_can_use_grouped_mm", _zero)
     head = mock.patch.object(ChunkedHead, "chunk", _zero)  # count only the buffers of the loss head
-    # A CPU build of torch has no fake GPU tensors: use fake CPU tensors with the GPU's sizes.
+    # A CPU build of torch has no fake GPU tensors: use fake CPU tensors with the GPU's tile sizes.
     gpu_sizes = mock.patch.dict(TILE_SIZES, {"cpu": TILE_SIZES["cuda"]} if setup.elsewhere else {})
     with FakeTensorMode(), torch.device(device), head, plain_experts, gpu_sizes, torch_operators():
         _replace_meta_tensors(model)
@@ -219,9 +219,9 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
 def cut_as_compiled(layer: nn.Module, **fixed: Any) -> None:
     """Make a layer keep the same tensors for its backward pass as a compiled layer does.
 
-    torch's compiler traces forward and backward pass as one graph. It then cuts the graph where the
-    fewest bytes pass from forward to backward. The first call of the layer makes this cut without
-    compilation. Later calls must have tensors of the same shapes. fixed: keyword
+    torch's compiler traces forward and backward pass as one graph. It cuts the graph where the
+    fewest bytes pass from forward to backward. The first call of the changed layer makes the same
+    cut, but compiles nothing. Later calls must have tensors of the same shapes. fixed: keyword
     arguments that torch cannot trace, because they are neither tensors nor numbers.
     """
     # These imports take seconds. A run that compiles needs them anyway.
@@ -249,7 +249,7 @@ def cut_as_compiled(layer: nn.Module, **fixed: Any) -> None:
 def _run_step(
     model: nn.Module, layers: Sequence[nn.Module], setup: Setup, micro_batch: int
 ) -> list[StepPart]:
-    """Run a step with one layer of each kind. Return the parts of the step in order."""
+    """Run a training step that skips repeated layers. Return the parts of the step in order."""
     inputs = fake_batch(setup, micro_batch)
     live = LiveBytes([*model.parameters(), *model.buffers()])
     call = _run_first_layers(layers, live)
@@ -346,7 +346,7 @@ def layer_kinds(layers: Sequence[nn.Module]) -> list[int]:
 def _run_first_layers(layers: Sequence[nn.Module], live: LiveBytes) -> Callable[..., Any]:
     """Return a replacement for the layers' __call__ that runs only the first layer of each kind.
 
-    For any other layer, it returns the layer's input as the hidden states.
+    kind: see `layer_kinds`. For other layers, the replacement returns the input hidden states.
     """
     numbers, kinds = {layer: number for number, layer in enumerate(layers)}, layer_kinds(layers)
     outputs: dict[int, Any] = {}  # what layers return besides the hidden states
@@ -382,7 +382,7 @@ def _repeat_parts(parts: Sequence[StepPart], kinds: Sequence[int]) -> list[StepP
     """Return the parts of a step in which all layers run.
 
     parts: the parts of a step in which one layer of each kind ran. Each layer gets the parts of
-    the first layer of its kind. At its end, autocast frees its copies of all layers' weights.
+    the first layer of its kind. The end of autocast frees copies of all layers' weights.
     """
     by_name = {part.name: part for part in parts}
     passes = {FORWARD: kinds, BACKWARD: kinds[::-1]}

@@ -1,8 +1,8 @@
 """The groups, weights and first sequences of three ranks of a launch over several nodes.
 
 A dry run reports them from a single process on a CPU. torch's fake process group lets this process
-act as any rank. Its collectives return at once and move no data. Weights are on the meta device:
-only shapes, bytes and groups are real.
+act as any rank. The group's collectives return at once and move no data. Weights are on the meta
+device: only shapes, bytes and groups are real.
 """
 
 import copy
@@ -47,7 +47,7 @@ class ReducedModel:
     layers: Mapping[str, int]
 
     def weight_bytes(self, mesh: DeviceMesh | None = None) -> int:
-        """Return the bytes of this rank's shards of the weights. No `mesh` means all weights."""
+        """Return the bytes of this rank's shards of the weights. mesh: None means no sharding."""
         model = copy.deepcopy(self.model)
         layers = {name: model.get_submodule(name) for name in self.layers}
         if mesh is not None and SHARD in (mesh.mesh_dim_names or ()):
@@ -165,7 +165,7 @@ def group_of(mesh: DeviceMesh, dimension: str) -> tuple[int, ...]:
 
 
 def reduced_model(setup: Setup) -> ReducedModel:
-    """Return the run's model with one layer of each kind. Sharding all layers takes a minute."""
+    """Return the model without repeated layers, because sharding all layers takes a minute."""
     with torch.device("meta"):
         model_class: Any = causal_lm_class(setup.config)
         model = with_adapters(model_class(setup.config).to(setup.dtype), setup.settings.model)
@@ -180,7 +180,7 @@ def reduced_model(setup: Setup) -> ReducedModel:
 
 
 def own_bytes(module: nn.Module) -> int:
-    """Return the bytes of a module's weights on this rank, which may be shards."""
+    """Return the bytes of a module's weights, or of this rank's shards of the weights."""
     weights: Iterator[Any] = module.parameters()
     parts = (each.to_local() if isinstance(each, DTensor) else each for each in weights)
     return sum(part.nbytes for part in parts)

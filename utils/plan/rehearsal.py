@@ -58,9 +58,9 @@ def rehearse(
     """Build the optimizer, schedule and trackers, and take one step on tiny weights.
 
     Adds lines on the schedule and on settings without effect to `report`. Raises ConfigurationError
-    with the libraries' errors. own_optimizer: whether the run uses LowPrecisionAdamW. Then
-    Trainer's optimizer is not checked. device: the device that trains. None means a login node,
-    where no step is taken.
+    with the libraries' errors. own_optimizer: True if the run uses LowPrecisionAdamW instead of
+    Trainer's optimizer, so the optimizer is not checked. device: the device that trains. None means
+    a login node, where no step is taken.
     """
     values, args = settings.values, settings.training
     problems: list[str] = []
@@ -111,8 +111,8 @@ def _tiny_model(
 def _collect_error(values: SettingValues, names: str, problems: list[str]) -> Iterator[None]:
     """Catch an exception of the with block and add its text to `problems`.
 
-    names: names of settings, separated by spaces. The text begins with the first of these settings
-    and with the others that the user changed.
+    names: names of settings, separated by spaces. The text begins with the first setting, and with
+    each other setting that the user changed.
     """
     try:
         yield
@@ -151,9 +151,9 @@ def _check_options(
     pairs = [f"{key}={value}" for key, value in given.items()]
     for pair, (key, value) in zip(pairs, given.items(), strict=True):
         if key != "weight_decay" and str(defaults.get(key)).lower() == value.lower():
-            continue  # repeats an option of the built optimizer, as relative_step=false may
+            continue  # repeats a default, for example relative_step=false
         without = [each for each in pairs if each != pair]
-        other = [f"{key}=x" if each == pair else each for each in pairs]  # `value` may be default
+        other = [f"{key}=x" if each == pair else each for each in pairs]  # try another value
         texts = map(",".join, (pairs, without, other))
         options = {_optimizer_text(with_values(args, optim_args=text), model) for text in texts}
         # Trainer sets weight_decay on each group of weights, which overrides optim_args.

@@ -109,8 +109,8 @@ def choose_sizes(
 ) -> RunSettings:
     """Return the settings with derived values for a missing sequence_length or global_batch_size.
 
-    Derived values are logged. A resumed run keeps the values of its first start, even if the number
-    of ranks or the micro-batch changed. Raises ConfigurationError if training data cannot be read.
+    Derived values are logged. A resumed run keeps its values, even if the number of ranks or the
+    micro-batch changed. Raises ConfigurationError if training data cannot be read.
     """
     if not _unset_settings(settings, ("sequence_length", "global_batch_size")):
         return settings
@@ -130,7 +130,7 @@ def _unset_settings(settings: RunSettings, names: Sequence[str]) -> list[str]:
 
 
 def _resumed_sizes(settings: RunSettings) -> dict[str, tuple[Any, str]]:
-    """Return {setting: (value, reason)} of the run to resume, for sizes that are not given."""
+    """Return {setting: (value, reason)} from the run to resume, for sizes that are not given."""
     record, values = resumed_record(settings), settings.values
     before = settings_in_force(record.directory, record.starts) if record.starts else {}
     why = f"as the run in {record.directory} began"
@@ -156,7 +156,7 @@ def _derived_sizes(
     if length is None:
         longest = max(int(lengths.max(initial=1)) for lengths in all_lengths)
         positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-        least = LEAST_LENGTH if data.packing != "none" else 1  # unpacked, the rest is padding
+        least = LEAST_LENGTH if data.packing != "none" else 1  # else the rest is padding
         fitting = max(least, 1 << (longest - 1).bit_length())
         length = min(fitting, MOST_LENGTH, positions or MOST_LENGTH)
         why = (
@@ -215,8 +215,8 @@ def load_run_data(
 ) -> RunData:
     """Open, check and pack all splits. Raises ConfigurationError with all problems.
 
-    In fine-tuning, each document needs a token that is trained on, and the setting `on_overlong`
-    decides what happens to long documents. Pretraining splits long documents.
+    Fine-tuning requires a trained token in each document. In fine-tuning, the setting `on_overlong`
+    decides what happens to long documents. Pretraining splits them.
     """
     data = settings.data
     sources, splits = train_sources(data.train_data), eval_splits(data.eval_data)
@@ -290,7 +290,7 @@ def _sample_prompts(
 ) -> "Sequence[Prompt]":
     """Load `sample_prompts`. Raises ConfigurationError if a prompt is too long to be completed.
 
-    Prompts are chats if a dataset in `examples` has a chat template or names no tokenizer.
+    The prompts are chats if a dataset in `examples` has a chat template or names no tokenizer.
     """
     run = settings.run
     if not run.sample_prompts:
@@ -328,8 +328,9 @@ def _tokenizer_problems(
 def _open(settings: RunSettings, path: str, split: str, known: Collection[str]) -> TokenDataset:
     """Open a dataset. If the directory has several splits, open the split named `split`.
 
-    All ranks must call this. Rank 0 opens the dataset first, so that only rank 0 counts tokens.
-    known: fingerprints that a resumed run recorded, to open the same version of its data.
+    All ranks must call this. Rank 0 opens the dataset first. The other ranks then find its
+    statistics in the disk cache. known: the data fingerprints of the run to resume. They select the
+    same version of the data.
     """
     opened, staged = list[TokenDataset](), settings.staged.get((path, split))
     on_rank_0(lambda: opened.append(open_token_dataset(path, split, known, staged)))

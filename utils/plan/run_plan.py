@@ -49,7 +49,7 @@ from utils.plan.run_data import RunData, plan_steps
 logger = logging.getLogger(__name__)
 
 DATA_WORKERS = 2  # batches are views of mapped files, so two processes keep a GPU supplied
-# Strategies that LowPrecisionAdamW supports: its weights are whole or sharded by rows.
+# Strategies that LowPrecisionAdamW supports. They keep weights whole or shard them by rows.
 LOW_PRECISION_STRATEGIES = ("single", "ddp", "fsdp2")
 
 
@@ -122,7 +122,7 @@ def tracker_name(settings: RunSettings, run_id: str) -> str | None:
         return redact(settings.training.run_name)
     if {"mlflow", "trackio"}.isdisjoint(settings.training.report_to or ()):
         return None
-    # trackio recognizes the run of earlier starts only by its name.
+    # trackio recognizes a resumed run only by its name.
     return f"{settings.output_dir.absolute().name}-{run_id[:6]}"
 
 
@@ -284,7 +284,7 @@ def report_run(
 ) -> None:
     """Add a dry run's lines on processes, saves and run directory to `report`.
 
-    Raises ConfigurationError for a GPU strategy on a CPU. utils/submit/check.py reports the job.
+    Raises ConfigurationError if the settings ask for the CPU, but the strategy needs GPUs.
     """
     training, output_dir = settings.training, settings.output_dir
     # `values` has the user's use_cpu. A dry run without a GPU changes use_cpu in `training`.
@@ -326,7 +326,7 @@ def _plan_attention(
     device: torch.device | None,
     report: Report,
 ) -> AttentionChoice:
-    """Choose an attention that passes the checks of packed documents and context_parallel."""
+    """Choose an attention that isolates packed documents and works with context_parallel."""
     model, training = settings.model, settings.training
     whole_rows = all(
         plan.one_document_each
@@ -353,8 +353,8 @@ def _test_isolation(requested: str | None, config: PreTrainedConfig, whole_rows:
     """Test on a login node's CPU that packed documents do not attend to each other.
 
     Returns the result as text. whole_rows: whether each sequence has only one document. Raises
-    ConfigurationError if the test fails, because the masks are the same on a GPU. Recurrent models
-    that fail, and models that do not run on a CPU, are tested when the run starts.
+    ConfigurationError if the test fails, because the masks are the same on a GPU. Exceptions:
+    recurrent models, and models that do not run on a CPU, are tested again when the run starts.
     """
     asked = requested if requested in RUN_ANYWHERE else "auto"
     try:
