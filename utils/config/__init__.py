@@ -8,12 +8,12 @@ declarations      name, type and default of each setting; values with their sour
 foreign_words     error messages for unknown, misspelled and refused settings
 command_line      reads flags and recipes, and reports all faults in one error
 recipes           strict YAML files, and `extends`
-settings          the settings of a run: resets overruled ones, derives missing ones, checks all
+settings          resets overruled settings of a run, derives missing settings, checks all settings
 rules             pairs of settings in which one contradicts the other or switches it off
 refusals          checks for settings that cannot work
 strategy          the accelerate config of `--strategy`; the GPUs of `--assume`
 launch_settings   settings of accelerate that are refused or overruled
-precision         the choice of bf16 and activation_checkpointing if the user sets neither
+precision         defaults of bf16 and activation_checkpointing, which depend on the machine
 display           --help and --print_config
 errors            exit codes, errors that a user can repair, lists of log lines
 """

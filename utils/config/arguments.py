@@ -113,9 +113,9 @@ class _ChangedDefaults:
     log_on_each_node: bool = False
     # Checkpoints of a long run would fill a quota. The best checkpoint is always kept.
     save_total_limit: int | None = 3
-    # A search for unused parameters walks the graph at every step. Dense models use all.
+    # The search for unused parameters costs time at every step. Dense models use all parameters.
     ddp_find_unused_parameters: bool | None = False
-    # SFTConfig would turn bf16 on if it is not set, on an old GPU or a slow CPU too.
+    # SFTConfig would turn bf16 on by default, even on an old GPU or a slow CPU.
     bf16: bool | None = None
     # transformers' choices, and muon.
     optim: str = setting(TrainingArguments.default_optim, choices=OPTIMIZERS)
@@ -260,8 +260,8 @@ def eval_splits(entries: Sequence[str]) -> dict[str, str]:
 def batch_sizes(last: int | None, by_step: Mapping[Any, int]) -> dict[int, int]:
     """Return {first step: global batch size from this step on}. Raises ConfigurationError.
 
-    by_step: the user's mapping, where steps may be strings. last: the setting global_batch_size. It
-    must equal the last size. None means that the user set global_batch_size to `by_step`.
+    by_step: the user's mapping, where steps may be strings. last: the setting global_batch_size,
+    which must equal the last size. None skips this check.
 
     >>> batch_sizes(128, {"0": 64, "2000": 128})
     {0: 64, 2000: 128}

@@ -53,7 +53,7 @@ def read_settings(
 
     A flag wins over recipes, and a later recipe wins over an earlier one. settle: functions that
     reset settings without effect and derive missing ones. checks: functions that yield faults. A
-    missing or faulty setting ends the functions that read it. Raises ConfigurationError with all
+    function ends early if it reads a missing or faulty setting. Raises ConfigurationError with all
     faults, Answer with the text of `--print_config`, and SystemExit after `--help`.
     """
     declared = declared_settings(argument_classes)
@@ -154,7 +154,7 @@ def without_sections(
 
 
 def mapping_of(name: str, declared: Mapping[str, Declaration]) -> str:
-    """Return the mapping setting that a name SETTING.KEY refers to, or "" for other names.
+    """Return the setting to which a name SETTING.KEY adds a key, or "" for other names.
 
     lr_scheduler_kwargs.KEY is a key of lr_scheduler_kwargs, and model_config.KEY is a key of
     model_config_overrides.
@@ -169,7 +169,7 @@ def with_value(
 ) -> SettingValue:
     """Return a copy of the mapping with the value of `entry` at `path`, a list of nested keys.
 
-    A mapping with a higher rank than `entry` is returned unchanged (see Given).
+    If the mapping has a higher rank than `entry`, return the mapping unchanged (see SettingValue).
     """
     if mapping is not None and mapping.rank > entry.rank:
         return mapping
@@ -187,7 +187,7 @@ def with_value(
 
 
 def _value_as_typed(ours: str, entry: SettingValue, declared: Mapping[str, Declaration]) -> str:
-    """Return the value of `entry` as text to type after `ours`, Stoker's name of the setting.
+    """Return the value of `entry` as the user would type it after the setting's name `ours`.
 
     Returns "" if the value does not have the setting's type.
     """
@@ -204,7 +204,7 @@ def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
     """Return {flag: words after the flag}, and a list of error texts.
 
     `--a-b=word` means `--a_b word`. Before the first flag and after --config, Hydra's form
-    `a.b=word` means `--a.b word`. After other flags, `a.b=word` is a word of the flag.
+    `a.b=word` means `--a.b word`. After other flags, `a.b=word` is a value of the flag.
     """
     flags: dict[str, list[str]] = {}
     problems = []

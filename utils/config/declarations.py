@@ -1,4 +1,4 @@
-"""Declarations of settings, and the values of all settings. Each value has its source (Given)."""
+"""Declarations of settings, and the values of all settings with their sources."""
 
 import copy
 import dataclasses
@@ -55,7 +55,7 @@ class Declaration:
 def setting(default: Any, choices: Sequence[Any] | None = None, also: type | None = None) -> Any:
     """Return the dataclass field of a setting that has choices or a list as default.
 
-    also: a further type of values from users, which utils/config/settings.py converts
+    also: another type that the user's value may have; utils/config/settings.py converts such values
     """
     metadata = {"choices": choices, "also": [also] if also else []}
     if isinstance(default, list):
@@ -106,9 +106,9 @@ def _members(hint: Any) -> tuple[Any, ...]:
 def checked_value(declaration: Declaration, value: Any) -> Any:
     """Return the value converted to the setting's type. Raises ValueError if it does not fit.
 
-    An integer may become a float, and a single value a list. But 4.0 is no integer, 1 is not true,
-    and "3" is no number. If the type has no null, null means the default, which must be empty or
-    off (see NOTHING).
+    An integer may become a float, a single value a list, and a JSON text a mapping. But 4.0 is no
+    integer, 1 is not true, and "3" is no number. If the type does not include null, null means the
+    default. Then the default must be one of EMPTY_DEFAULTS.
     """
     choices, origins, got = declaration.choices, declaration.origins, json.dumps(value, default=str)
     if value is None and not declaration.required:
@@ -215,7 +215,7 @@ class SettingValues(Mapping[str, Any]):
 
     @property
     def data_ranks(self) -> int:
-        """Return the number of ranks with different data: world_size / context_parallel."""
+        """Return the number of data-parallel ranks: world_size / context_parallel."""
         return max(self.world_size // max(self["context_parallel"], 1), 1)
 
     @property
@@ -247,7 +247,7 @@ class SettingValues(Mapping[str, Any]):
         return self.given.get(name, DEFAULT).source
 
     def rank(self, name: str) -> int:
-        """Return the rank of a setting's source (see Given): 0 for a default or derived value."""
+        """Return the rank of a setting's source (see SettingValue). Defaults have rank 0."""
         return self.given.get(name, DEFAULT).rank
 
     def derive(self, name: str, value: Any, why: str) -> None:
@@ -264,7 +264,7 @@ class SettingValues(Mapping[str, Any]):
         return f"{name} {shown(self[name])} ({self.source(name)})"
 
     def build(self, argument_class: type[Arguments], **instead: Any) -> Arguments:
-        """Return an `argument_class` with its given settings. `instead` replaces some values.
+        """Return an instance of `argument_class` with the given settings. `instead` overrides them.
 
         Raises ConfigurationError if the class refuses a value.
         """

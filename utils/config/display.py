@@ -121,7 +121,8 @@ def _default_text(declaration: Declaration) -> str:
 def _setting_page(declaration: Declaration) -> list[str]:
     """Return the lines of `--help NAME` on a setting.
 
-    They have its help, its library, the settings that switch it off, and documentation pages.
+    The lines have the help text, the library of the setting, the settings that switch it off, and
+    documentation pages.
     """
     name = declaration.name
     causes = dict.fromkeys(cause for cause, _, names in RULES if name in names.split())

@@ -21,11 +21,11 @@ class ExitCode(IntEnum):
     NO_PROGRESS = 77  # three restarts reached no new checkpoint
     NOT_FINITE = 78  # a loss, gradient or weight that is NaN or infinite
     OUT_OF_MEMORY = 79  # a device or a host has too little memory for these settings
-    SPIKE = 80  # on_spike: stop, and a logged loss is far above the usual
+    SPIKE = 80  # on_spike: stop, and a logged loss is far above recent losses
 
 
 class Report(list[tuple[int, str]]):
-    """List of log lines (level, text). Functions that plan a run fill it; their caller logs it.
+    """List of log lines (level, text). Functions that plan a run add lines; their caller logs them.
 
     An exception that leaves the block `with Report() as report` gets the lines: a
     ConfigurationError as its `report`, and any other exception as notes below the traceback.
@@ -140,7 +140,7 @@ class NotFiniteError(ConfigurationError):
 
 
 class SpikeError(ConfigurationError):
-    """Error: a loss spike with `on_spike: stop`. The message names the step and commands."""
+    """Error: a loss spike with `on_spike: stop`. The message names the step and what to do."""
 
     exit_code, kind = ExitCode.SPIKE, "loss spike"
     ending = "failed"

@@ -14,7 +14,8 @@ from typing import Any
 from utils.config.declarations import SettingValues, is_true
 from utils.config.rules import reset_setting
 
-# Variables of MPI launchers and srun. accelerate/utils/environment.py reads them as a launch.
+# Prefixes of variables of MPI launchers and srun. If one is set, accelerate assumes a launch of
+# several processes (accelerate/utils/environment.py).
 MPI_VARIABLES = ("PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 # torchrun's variables for a process, by which accelerate connects to the other processes.
@@ -28,7 +29,7 @@ BY_RECIPE = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "global_batch_size decides",
     "ACCELERATE_GRADIENT_CLIPPING": "max_grad_norm decides",
 }
-# Numbers of HSDP: copies of the sharded states, and ranks that share one copy.
+# HSDP's group sizes: the number of copies of the states, and the ranks that share one copy.
 REPLICAS, SHARDS = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE"
 _HSDP_SIZES = (REPLICAS, SHARDS)
 _USE_PARALLEL = "ACCELERATE_USE_PARALLELISM_CONFIG"
@@ -264,7 +265,7 @@ def launch_environment(values: SettingValues) -> Iterator[None]:
         removed |= {*LAUNCHER_VARIABLES}
         removed |= {name for name in values.environment if name.startswith(MPI_VARIABLES)}
     new: dict[str, str | None] = {**values.environment, **dict.fromkeys(removed)}
-    # Other variables stay: accelerate sets some, and threads of NCCL read them.
+    # Touch no other variables: accelerate sets some, and NCCL's threads read them.
     new = {name: value for name, value in new.items() if os.environ.get(name) != value}
     before = {name: os.environ.get(name) for name in new}
     _set_variables(new)

@@ -1,7 +1,7 @@
-"""The choice of bf16 and activation_checkpointing if the user sets neither.
+"""Defaults of bf16 and activation_checkpointing, which depend on the machine.
 
-config.yaml stores the choice. A resumed run keeps this choice on any machine, so that it computes
-the same.
+config.yaml stores the chosen values. A resumed run keeps them on any machine, so that its
+results stay the same.
 """
 
 import json
@@ -65,7 +65,7 @@ def settle_precision(values: SettingValues) -> None:
 def _choose(values: SettingValues, name: str, choice: SettingValue) -> None:
     """Set the setting `name` to `choice`.
 
-    But a resumed run keeps its first value if the choice depends on the machine (BY_MACHINE).
+    Exception: a resumed run keeps its value if the choice depends on the machine (BY_MACHINE).
     """
     before = settings_of_run(values)
     old = before.get(name) if name == RECOMPUTED else bool(before.get(name))
@@ -119,7 +119,10 @@ def _default_bf16(values: SettingValues, by_launch: str) -> SettingValue:
 
 
 def trains_on_fast_gpu(values: SettingValues) -> bool:
-    """Return whether the run trains on GPUs with fast bf16. A dry run without a GPU assumes so."""
+    """Return whether the run trains on GPUs with fast bf16.
+
+    In a dry run on a machine without a GPU, assume such GPUs unless the settings choose the CPU.
+    """
     if values["assume"]:
         with suppress(ValueError):  # check_strategy reports it
             return assumed_gpus(values["assume"]).bf16
@@ -139,7 +142,7 @@ def gpu_capability() -> tuple[int, int] | None:
 
 
 def _computes_on_cpu(values: SettingValues) -> bool:
-    """Return whether the run trains on a CPU. A dry run without a GPU asks the settings."""
+    """Return whether the run trains on a CPU. In a dry run without a GPU, the settings decide."""
     sharding = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
     if any(is_true(name, values.environment) for name in sharding):
         return False  # sharding needs GPUs, and is refused without them

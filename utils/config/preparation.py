@@ -21,7 +21,8 @@ VALIDATION = "validation"
 FORMATS = (
     "auto", "text", "messages", "sharegpt", "alpaca", "prompt_completion", "segments", "tokens",
 )  # fmt: skip
-# Our names, to which `columns` maps the user's: keys and roles of messages, and columns.
+# Stoker's names of message keys, message roles and columns. `columns` maps the user's names to
+# these names.
 MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "weight")
 MESSAGE_ROLES = ("user", "assistant", "tool", "system")
 COLUMNS = (
@@ -83,9 +84,9 @@ def parse_preparation(
 
 
 def override_sources(values: SettingValues) -> None:
-    """Remove `format` and `columns` from a recipe's sources if flags set them. Add log lines.
+    """Let the flags --format and --columns replace those of a recipe's sources. Add log lines.
 
-    A source's own `chat_template_kwargs` overrides the flag, also with a log line.
+    Exception: the chat_template_kwargs of a source override --chat_template_kwargs.
     """
     keys = ("format", "columns", "chat_template_kwargs")
     for name, key in product(("sources", "eval_sources"), keys):

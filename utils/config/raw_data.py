@@ -13,7 +13,7 @@ from utils.config.preparation import TRAIN, VALIDATION, RawDataArguments
 from utils.host.redaction import redact
 
 PREPARED = "data"  # in output_dir
-_RESERVED = re.compile("tokenizer|val.*|dev|test.*|eval.*")  # "test" would select that split
+_RESERVED = re.compile("tokenizer|val.*|dev|test.*|eval.*")  # a source `test` reads the split test
 # A folder with one of these files, in it or one level below, is a dataset, a model or a run.
 _NOT_RAW = ("*.arrow", "*.safetensors", "*state.json", "dataset_info.json", "stoker.json",
             "config.json", "config.yaml", "provenance.json")  # fmt: skip

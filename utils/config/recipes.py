@@ -30,7 +30,7 @@ class YamlError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the plain scalars of YAML 1.2 instead of 1.1.
+    """PyYAML's safe loader, which here reads unquoted values as YAML 1.2 does, not as YAML 1.1.
 
     YAML 1.1 reads `eval_strategy: no` as false, 1:30 as 90, 010 as 8 and 1e-4 as a string.
     """
@@ -83,7 +83,7 @@ def load_mapping(text: str) -> dict[str, tuple[Any, int]]:
 
 
 def scalar(word: str) -> Any:
-    """Parse a word of a command line like a recipe's value: 8, 0.5, true, [1, 2] or text."""
+    """Parse a word of a command line as YAML: 8, 0.5, true, [1, 2] or text."""
     try:
         return load_mapping(f"value: {word}")["value"][0]
     except YamlError:

@@ -57,8 +57,8 @@ MOOT: Rules = (
     ("activation_checkpointing", _is("auto"), "activation_offloading"),
     ("dataloader_num_workers", _is(0), "dataloader_persistent_workers dataloader_prefetch_factor"),
 )
-# CONTRADICTIONS: `cause` and the named settings ask for different trainings, which is an error. If
-# one is a flag or in a later recipe, it overrules the other one without an error.
+# CONTRADICTIONS: `cause` and the named settings ask for different trainings, which is an error.
+# Exception: a flag overrules recipes, and a later recipe an earlier one, without an error.
 CONTRADICTIONS: Rules = (
     ("eval_data", _is([]), "load_best_model_at_end early_stopping_patience"),
     ("eval_strategy", _is("no"), "load_best_model_at_end early_stopping_patience"),
@@ -88,8 +88,8 @@ RULES = (*MOOT, *CONTRADICTIONS)
 def reset_overruled(values: SettingValues) -> None:
     """Reset settings of a recipe that contradict a flag or a later recipe.
 
-    Also reset settings that have no effect because of another setting of the user (see MOOT). If
-    only a default is the cause, the settings stay, because a derived value may replace the default.
+    Also reset settings that another setting of the user switches off (see MOOT). Settings that a
+    default switches off stay, because a derived value may still replace this default.
     """
     rank = values.rank
     for name, cause in _without_effect(values, CONTRADICTIONS):
@@ -101,7 +101,7 @@ def reset_overruled(values: SettingValues) -> None:
 
 
 def reset_without_effect(values: SettingValues) -> None:
-    """Reset settings without effect (see MOOT). Call this after all missing values are derived."""
+    """Reset all settings without effect (see MOOT). Call this once missing values are derived."""
     for name, cause in _without_effect(values, MOOT):
         # A value that is off or null has no effect anyway.
         if values.rank(name) > 0 and values[name]:

@@ -74,7 +74,7 @@ class RunSettings:
 
     @property
     def divisible_batch(self) -> int:
-        """The greatest common divisor of all global batches. Ranks x micro-batch must divide it."""
+        """The greatest common divisor of `batch_sizes`. Ranks x micro-batch must divide it."""
         return math.gcd(*self.batch_sizes.values())
 
     @property
@@ -165,9 +165,9 @@ def rename_checkpointing(values: SettingValues) -> None:
 
 
 def choose_length(values: SettingValues) -> None:
-    """Keep either num_train_epochs, or max_steps and max_tokens, as the limit of the run's length.
+    """Reset num_train_epochs if max_steps or max_tokens limits the run, or the reverse.
 
-    The limit from a flag or a later recipe is kept. If both are flags or in one recipe,
+    The limit from a flag or a later recipe stays. If both limits are flags or in one recipe,
     num_train_epochs is reset, as transformers documents.
     """
     for limit in ("max_steps", "max_tokens"):
@@ -214,9 +214,9 @@ def split_batch_sizes(values: SettingValues) -> None:
 def derive_batch_sizes(values: SettingValues) -> None:
     """Derive global_batch_size from the micro-batch, or a micro-batch that fits the global batch.
 
-    A smaller micro-batch with more accumulation trains the same. The user's micro-batch is made
-    smaller in three cases: with --suggest, if a flag or later recipe sets the global batch, or if
-    the global batch is a multiple of the micro-batch but not of micro-batch x ranks.
+    A smaller micro-batch with more accumulation gives the same training. The user's micro-batch
+    is made smaller in three cases: with --suggest, if a flag or later recipe sets the global batch,
+    or if the global batch is a multiple of the micro-batch but not of micro-batch x ranks.
     """
     total, micro = values["global_batch_size"], values["per_device_train_batch_size"]
     ranks = values.data_ranks
@@ -255,7 +255,7 @@ def derive_for_one_process(values: SettingValues) -> None:
 
 
 def derive_packing(values: SettingValues) -> None:
-    """Derive `packing: in_order` from `order: sequential`, as `best_fit` reorders documents."""
+    """Derive `packing: in_order` from `order: sequential`, because `best_fit` changes the order."""
     if values["order"] == "sequential" and values.rank("packing") == 0:
         values.derive("packing", "in_order", values.shown("order"))
 
@@ -276,9 +276,9 @@ def derive_evaluation(values: SettingValues) -> None:
 def derive_best_model(values: SettingValues) -> None:
     """Derive metric_for_best_model (for a single split), greater_is_better and save_best.
 
-    save_best saves a checkpoint after each best evaluation. It is set for load_best_model_at_end if
-    evaluations and saves are at different steps. Otherwise Trainer could report the metric of a
-    model that was not saved.
+    save_best saves a checkpoint after each evaluation that is the best so far. save_best is derived
+    for load_best_model_at_end if evaluations and saves are at different steps. Without it, Trainer
+    could report the metric of a model that was not saved.
     """
     with suppress(ValueError):  # check_forms reports it
         splits = list(eval_splits(values["eval_data"]))

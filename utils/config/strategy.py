@@ -1,7 +1,7 @@
 """The strategy of a run, its accelerate config, and the GPUs that a dry run assumes.
 
-The launcher imports this module before it checks for missing packages. So the functions, not the
-module, import third-party packages.
+The launcher imports this module before it checks for missing packages. Therefore only functions
+import third-party packages.
 """
 
 import os
@@ -60,7 +60,7 @@ class StrategyConfig:
 
     @property
     def shards(self) -> bool:
-        """Return whether the config shards states, without offload and without a DeepSpeed file."""
+        """Return whether the config shards states, offloads nothing and names no DeepSpeed file."""
         own = block(self.content, "fsdp_config") | block(self.content, "deepspeed_config")
         offloads = any(own.get(name) not in (None, False, "none") for name in _OFFLOADS)
         return (
@@ -73,8 +73,8 @@ def choose_config(
 ) -> StrategyConfig:
     """Return the accelerate config for a launch of `processes` processes with a strategy.
 
-    ACCELERATE_CONFIG wins over `strategy`. "auto" depends on the number of processes. If a strategy
-    needs several processes, a single one gets single_gpu.yaml. Raises ConfigurationError.
+    ACCELERATE_CONFIG wins over `strategy`. "auto" depends on the number of processes. A single
+    process gets single_gpu.yaml if the strategy needs several processes. Raises ConfigurationError.
     """
     shown = f"strategy {strategy.value} ({strategy.source})"
     single = CONFIGS_FOLDER / "single_gpu.yaml"

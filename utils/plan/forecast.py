@@ -98,7 +98,7 @@ class Planner:
         """Return the FLOPs per token of a step, including recomputation.
 
         A token attends to half of its document on average. Full recomputation repeats the forward
-        pass without the LM head. The second pass takes 2 FLOPs per weight and token. Its attention
+        pass without the LM head. The repeated pass takes 2 FLOPs per weight. Its attention
         takes 4 FLOPs per head, head dimension and visible token.
         """
         text, products = self.setup.config.get_text_config(decoder=True), self.products
@@ -108,7 +108,7 @@ class Planner:
         return products.flops(self.document_tokens) - 12 * masked + recomputation
 
     def speeds(self, setup: Setup, recomputed: str) -> tuple[float, float]:
-        """Return the lowest and the highest prediction of tokens/s. They are equal for one GPU."""
+        """Return the lowest and the highest predicted tokens/s, which are equal for one GPU."""
         slow, fast = (self.tokens_per_s(setup, recomputed, part) for part in MULTI_GPU)
         return slow, fast
 
@@ -365,7 +365,7 @@ def forecast_line(
 
 
 def shown_speeds(speeds: tuple[float, float]) -> str:
-    """Return two speeds as text: "90,000 to 120,000", or one number if they round to it."""
+    """Return two rounded speeds as text: "90,000 to 120,000", or one number if they are equal."""
     return " to ".join(dict.fromkeys(f"{rounded(speed):,}" for speed in speeds))
 
 

@@ -232,8 +232,8 @@ def remedies(setup: Setup, choice: str, room: int) -> str:
 def accompanying_settings(setup: Setup, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return more settings {setting: value} that the user has to give together with `changes`.
 
-    If the user did not set global_batch_size, the present value is returned, because `changes`
-    could alter it. Settings that contradict `changes` get null or false.
+    The present global_batch_size is returned if `changes` would otherwise change it. Settings that
+    contradict `changes` get null or false.
     """
     run, model, strategy = setup.settings.run, setup.settings.model, changes.get("strategy")
     is_given = setup.settings.values.rank("global_batch_size") > 0

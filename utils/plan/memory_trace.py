@@ -346,7 +346,7 @@ def layer_kinds(layers: Sequence[nn.Module]) -> list[int]:
 def _run_first_layers(layers: Sequence[nn.Module], live: LiveBytes) -> Callable[..., Any]:
     """Return a replacement for the layers' __call__ that runs only the first layer of each kind.
 
-    kind: see `layer_kinds`. For other layers, the replacement returns the input hidden states.
+    kind: see `layer_kinds`. For other layers, it returns the hidden states that it got.
     """
     numbers, kinds = {layer: number for number, layer in enumerate(layers)}, layer_kinds(layers)
     outputs: dict[int, Any] = {}  # what layers return besides the hidden states
@@ -382,7 +382,7 @@ def _repeat_parts(parts: Sequence[StepPart], kinds: Sequence[int]) -> list[StepP
     """Return the parts of a step in which all layers run.
 
     parts: the parts of a step in which one layer of each kind ran. Each layer gets the parts of
-    the first layer of its kind. The end of autocast frees copies of all layers' weights.
+    the first layer of its kind. Its part AUTOCAST_ENDS frees copies of all layers' weights.
     """
     by_name = {part.name: part for part in parts}
     passes = {FORWARD: kinds, BACKWARD: kinds[::-1]}

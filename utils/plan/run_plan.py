@@ -354,7 +354,7 @@ def _test_isolation(requested: str | None, config: PreTrainedConfig, whole_rows:
 
     Returns the result as text. whole_rows: whether each sequence has only one document. Raises
     ConfigurationError if the test fails, because the masks are the same on a GPU. Exceptions:
-    recurrent models, and models that do not run on a CPU, are tested again when the run starts.
+    recurrent models that fail, and models that do not run on a CPU, are tested in the real run.
     """
     asked = requested if requested in RUN_ANYWHERE else "auto"
     try:

@@ -79,8 +79,9 @@ def files_to_publish(
 ) -> dict[str, Path | bytes]:
     """Return {file name on the Hub: path, or content as bytes} of all files to upload.
 
-    Log this list. name: the model's name on the Hub. Raises ConfigurationError for an invalid name,
-    an unfinished run, a secret in a file, or an adapter whose base model has no name on the Hub.
+    The list is logged. name: the model's name on the Hub. Raises ConfigurationError for an invalid
+    name, an unfinished run, a secret in a file, or an adapter whose base model has no name on the
+    Hub.
     """
     directory = run / (ADAPTER_FOLDER if adapter else FINAL)
     for hub_name in filter(None, (name, base_model)):

@@ -23,7 +23,7 @@ from utils.host.redaction import redact
 from utils.publish.hub import ADAPTER_CONFIG, CARD, HUB_NAME
 
 LICENSE = ("license", "license_name", "license_link")
-# Settings that affect the results. The card shows each of these settings that is set.
+# Settings that affect the results. The card shows those that have a value and an effect.
 LISTED_SETTINGS = (
     "sequence_length", "packing", "on_overlong", "global_batch_size", "batch_warmup",
     "max_steps",
@@ -106,10 +106,11 @@ def _source_files(dataset: TokenDataset) -> list[str]:
 
 
 class RunCard:
-    """The card of the model `name` in `directory`, with the weights after step `step` of `run`.
+    """The card of the finished model or adapter in `directory`.
 
-    data: the datasets of `train_data`. multimodal: True if the model also has an image or audio
-    encoder, which AutoModelForCausalLM does not load. Unreadable files of the run raise an error.
+    name: the model's name in the card, RUN/FOLDER. step: the step of the weights. data: the
+    datasets of `train_data`. multimodal: True if the model also has an image or audio encoder,
+    which AutoModelForCausalLM does not load. Unreadable files of the run raise an error.
     """
 
     def __init__(

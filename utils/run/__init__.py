@@ -3,7 +3,7 @@
 start       sets up the process, locks output_dir, finds the checkpoint to resume from
 raw_data    tokenizes raw files of train_data before the training, in worker processes
 staging     copies the datasets to each node's own disk
-preflight   checks before training: equal settings on all ranks, space and rights in output_dir
+preflight   checks before training: equal settings on all ranks, space and permissions in output_dir
 provenance  records each start in provenance.json, refuses changes that alter results
 trackers    sets up Weights & Biases, MLflow, TensorBoard and Trackio
 finish      creates the callbacks; evaluates and exports at the end of training

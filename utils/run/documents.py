@@ -33,7 +33,8 @@ from utils.prepare.values import LOCATIONS, Location, unpack_locations
 from utils.run.chat import load, print_note
 
 TEXT_LENGTH = 160  # characters of a text
-# A part of a document: its JSON line, its token ids, and a mask of the tokens trained on.
+# A document, or the part of it in a step: facts for its JSON line, token ids, and a mask of the
+# tokens that are trained on.
 Part = tuple[dict[str, Any], np.ndarray, np.ndarray]
 
 
@@ -85,7 +86,7 @@ def documents_of_steps(history: History, steps: Iterable[int]) -> Iterator[Part]
     """
     opened: dict[int, tuple[PackedDataset, GlobalBatchSampler, Any]] = {}
     for step in steps:
-        # A later start that resumed before this step trained it again.
+        # If several starts trained this step, its last training counts.
         starts = [n for n, one in enumerate(history.starts) if one.trained and one.done < step]
         start = starts[-1] if starts else len(history.starts) - 1
         if start not in opened:
@@ -183,7 +184,7 @@ def _add_losses(history: History, step: int, parts: Sequence[Part]) -> str:
 
 @torch.inference_mode()
 def _document_loss(model: Any, ids: np.ndarray, targets: np.ndarray) -> float | None:
-    """Return a document's mean loss over the tokens in the mask `targets`. None means no tokens."""
+    """Return a document's mean loss over the tokens in the mask `targets`, None for no tokens."""
     if not targets.any():
         return None
     tokens = torch.from_numpy(ids.astype(np.int64)).to(model.device)

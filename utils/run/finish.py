@@ -46,9 +46,8 @@ from utils.training.trainer import PackedTrainer
 
 logger = logging.getLogger(__name__)
 
-GPU_HOURS_SPENT = (
-    -1
-)  # finish_run returns this if max_gpu_hours ended the run. The process exits with DONE.
+# finish_run returns this if max_gpu_hours ended the run. The process then exits with DONE.
+GPU_HOURS_SPENT = -1
 
 
 def run_callbacks(
@@ -111,7 +110,7 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
     """Evaluate after the last step, write final/ as `save_dtype`, and return the exit code.
 
     A run that was stopped early is not evaluated and gets no final/, because the next start resumes
-    it. Then the exit code is STOPPED, or SPENT if max_gpu_hours stopped the run. Raises
+    it. Then the exit code is STOPPED, or GPU_HOURS_SPENT if max_gpu_hours stopped the run. Raises
     ConfigurationError, before final/ is written, if another job has locked the run directory.
     """
     state, output_dir = trainer.state, Path(str(trainer.args.output_dir))
@@ -165,9 +164,10 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
 def leave_run(settings: RunSettings, launch: LaunchFacts, code: int) -> int:
     """Upload and benchmark final/, release the run lock, and return the process's exit code.
 
-    The settings push_to_hub and lm_eval_tasks ask for upload and benchmarks. Rank 0 does both. A
-    failure of either does not change the exit code. code: the result of `finish_run`. SPENT becomes
-    DONE. The caller must delete the trainer first, because benchmarks need its memory.
+    Rank 0 uploads if push_to_hub is set, and runs the benchmarks that lm_eval_tasks names. A failed
+    upload or benchmark does not change the exit code. code: the result of `finish_run`.
+    GPU_HOURS_SPENT becomes DONE. The caller must delete the trainer first, because benchmarks need
+    its memory.
     """
     args, tasks = settings.training, settings.run.lm_eval_tasks
     output_dir, push = settings.output_dir, settings.values["push_to_hub"]

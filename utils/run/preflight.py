@@ -45,7 +45,7 @@ STARTS_WITHOUT_PROGRESS = 3
 
 
 def check_same_start(settings: RunSettings, launch: LaunchFacts) -> None:
-    """Raise UnfitClusterError if bf16 or activation_checkpointing (CHOSEN) differs between ranks.
+    """Raise UnfitClusterError if bf16 or activation_checkpointing differs between ranks.
 
     Raise ConfigurationError if files of --callbacks or --loss differ. All ranks must call this.
     """
@@ -69,7 +69,7 @@ def check_storage(plan: RunPlan, launch: LaunchFacts) -> None:
     """Make output_dir. Check that every host can write to output_dir and that checkpoints fit.
 
     Each host appends some bytes to a temporary file, because the free space does not show quotas.
-    All ranks must call this, and raise the same error: StorageError, or ConfigurationError if
+    All ranks must call this. All raise the same error: StorageError, or ConfigurationError if
     output_dir is a file or has files that no run wrote.
     """
     output_dir = plan.settings.output_dir
@@ -206,12 +206,12 @@ def has_run_files(output_dir: Path) -> bool:
 def check_progress(
     starts: Sequence[Mapping[str, Any]], resume_from: str | None, job: Mapping[str, Any] | None
 ) -> None:
-    """Raise NoProgressError if a requeued job has resumed three times at the step of this start.
+    """Raise NoProgressError if a requeued job already resumed three times from `resume_from`.
 
-    starts: the list in provenance.json. resume_from: the checkpoint of this start. None means step
-    0. job: the result of `slurm_job`. A job that was not requeued passes. Restarts inside a job
-    pass and are not counted, because the job script checks them. After two starts at the same step
-    the job script requeues the job.
+    starts: earlier starts, the list in provenance.json. resume_from: the checkpoint from which this
+    start resumes. None means step 0. job: the result of `slurm_job`. Restarts inside a job are not
+    counted, because the job script checks them: after two starts at the same step it requeues the
+    job. Nothing is raised in such a restart, or if the job was not requeued.
     """
     if job is None or int(job["restart_count"] or 0) == 0 or int(job.get("restart_in_job") or 0):
         return

@@ -3,8 +3,8 @@
 A start is one execution of the script, and a resume is another start. config.yaml stays as the
 first start wrote it. The list `starts` in provenance.json has an entry for each start, with changed
 settings and with digests of data, tokenizer and model. A changed setting stays changed for all
-later starts. Settings such as the seed determine the numbers of a run (IDENTITY). The user can
-change them only with --accept_changes.
+later starts. Settings in IDENTITY, such as the seed, determine the results of a run. The user
+can change them only with --accept_changes.
 """
 
 import datetime
@@ -61,8 +61,8 @@ def write_provenance(
     """Append an entry for this start to provenance.json. Only rank 0 calls this.
 
     resumed_from: the path of the loaded checkpoint, or None. facts: more fields of the entry, as
-    JSON values. A killed process never leaves a partial file. Raises
-    ConfigurationError if the old file is damaged.
+    JSON values. A killed process never leaves a partial file. Raises ConfigurationError if the old
+    file is damaged.
     """
     devices = [launch.device]
     if launch.device == "cuda":
@@ -220,8 +220,8 @@ def _input_digests(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return {setting: {name: digest}} for the inputs of a start, such as data and weights.
 
     facts: the result of `identity_facts`, or a start's entry in provenance.json. Inputs without a
-    known digest get {}. Several settings can name the model. The key model_config always has the
-    digests of its configuration, and model_name_or_path the digests of its weights.
+    known digest get {}. In the result, model_config has the digests of the model's configuration,
+    and model_name_or_path has those of its weights, even if other settings name the model.
     """
     data, weights = facts.get("data") or {}, facts.get("base_weights") or {}
     variables = " ".join(map(without_indices, facts.get("environment") or ()))
@@ -234,7 +234,7 @@ def _input_digests(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         "eval_data": {split: data[split] for split in data if split != "train"},
         "versions": facts.get("versions") or {},
         "environment": {"variables": variables},
-        # The user accepts a change by a setting's name. No setting orders the sums, so use `seed`.
+        # --accept_changes needs a setting's name. No setting orders the sums, so `seed` is used.
         "seed": {"version of the sums (their last bits)": facts.get("numerics", 1)},
         **{"callbacks": {}, "loss": {}, **facts.get("own_code", {})},
     }
@@ -286,7 +286,7 @@ def accepted_changes(
         raise ConfigurationError(
             f"{output_dir} holds a run of {script}: name another --output_dir."
         )
-    # A setting that an older version of Stoker did not have counts as set to its default.
+    # Settings that the older version of Stoker did not have count as set to their defaults.
     defaults = {name: one.default for name, one in settings.values.declared.items()}
     # Mask secrets in both, because the first start masked them in config.yaml.
     old = redacted(defaults | settings_in_force(output_dir, starts))

@@ -99,7 +99,7 @@ def _folder(wanted: bool | str) -> Path:
     Raises OSError if there is no local disk, or if other users can write to the folder.
     """
     chosen = wanted if isinstance(wanted, str) else os.environ.get("STOKER_STAGE_DIR")
-    job = os.environ.get(NODE_DIR)  # the launcher makes it in SLURM_TMPDIR, TMPDIR or /tmp
+    job = os.environ.get(NODE_DIR)  # a folder in SLURM_TMPDIR, TMPDIR or /tmp
     own = str(Path(job).parent) if job else os.environ.get("TMPDIR", "/tmp")  # noqa: S108
     local = [each for each in (own, "/tmp") if _file_system(Path(each)) in LOCAL_DISKS]  # noqa: S108
     if not (chosen or local):

@@ -93,7 +93,7 @@ class Run:
 
     finished: whether no step is left and final/ exists. facts: values for provenance.json (script,
     digests of inputs, changed settings). weights_from: the weights directory of --init_from. None
-    means that this start does not load it.
+    if no weights are loaded from there.
     """
 
     run_id: str
@@ -138,7 +138,7 @@ def _choose_hub_mode(settings: RunSettings) -> bool:
 
 
 def _real_launch(settings: RunSettings) -> LaunchFacts:
-    """Check how the processes were launched, and return the launch.
+    """Check the launch of the processes, and return its facts.
 
     All ranks must call this. Rank 0 copies --resume_from_checkpoint to output_dir.
     """
@@ -178,7 +178,7 @@ def _planned_launch(settings: RunSettings) -> LaunchFacts:
 
 
 def report_strategy(settings: RunSettings, launch: LaunchFacts) -> None:
-    """Log that --strategy has no effect if `accelerate launch` was given another strategy."""
+    """Log HSDP's groups, and that --strategy has no effect if the launch has another strategy."""
     given, shown = settings.run.strategy, settings.values.shown("strategy")
     environment = settings.values.environment
     if is_hybrid(environment):
@@ -279,7 +279,7 @@ def _lock_and_record(plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
 
 
 def check_start(plan: RunPlan, data: RunData, config: PreTrainedConfig, launch: LaunchFacts) -> int:
-    """Check output_dir and weights in a dry run. Return 0, or raise the error of a real start."""
+    """Check output_dir and weights in a dry run. Return 0, or raise the error of a real run."""
     settings, output_dir = plan.settings, plan.settings.output_dir
     try:
         preflight.check_output_room(plan)
