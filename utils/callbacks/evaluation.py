@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class FinishedEarlyError(Exception):
-    """Error on all ranks, before any step, if early stopping had already ended the run."""
+    """Error on all ranks before the first step: early stopping had already ended the run."""
 
 
 class EarlyStopping(TrainerCallback):

@@ -146,7 +146,7 @@ class MemoryMonitor(TrainerCallback):
         return {"gpu_utilization": busy / 100, "gpu_power_w": milliwatts / 1000}
 
     def headroom(self) -> str:
-        """Return a text: the least headroom of the GPUs, and the largest micro-batch that fits."""
+        """Return a text: the least memory left on a GPU, and the largest micro-batch that fits."""
         least = min(self.by_rank, key=lambda sizes: sizes["memory_headroom_gib"])
         room, total = least["memory_headroom_gib"], least["memory_total_gib"]
         fits = self.rows + max(int(room * GIB / (1.1 * self.sequence_bytes)), 0)  # 1.1: a margin
@@ -156,7 +156,7 @@ class MemoryMonitor(TrainerCallback):
 
 
 def energy_kwh(device: torch.device) -> float | None:
-    """Return the kWh that a GPU used since its driver was loaded; None if NVML does not count."""
+    """Return the kWh that a GPU used since its driver was loaded; None if unknown."""
     if device.type != "cuda":
         return None
     try:

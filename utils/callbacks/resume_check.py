@@ -147,11 +147,11 @@ def logs_after(
     line of metrics.jsonl}. step: the step of a checkpoint. lines: the lines of metrics.jsonl.
     starts: the starts in provenance.json.
 
-    A log is left out if the run then resumed below `step`: the run trained up to `step` again, and
-    the checkpoint has the weights of the second time. A log is also left out if its start is
-    missing in `starts`, so that its nodes are unknown. This occurs if a checkpoint was adopted from
-    another directory: metrics.jsonl has the logs of all starts, but provenance.json has only the
-    starts until the checkpoint's save.
+    A log is left out if the run later resumed from a step before `step`. The run then trained up to
+    `step` again, and the checkpoint has the weights of this second time. A log is also left out if
+    its start is missing in `starts`, because its nodes are unknown. This occurs if a checkpoint was
+    adopted from another directory: metrics.jsonl has the logs of all starts, but provenance.json
+    has only the starts until the checkpoint's save.
     """
     logs: dict[int, LoggedValues] = {}
     began = [datetime.fromisoformat(start["time"]).timestamp() for start in starts]

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationInterrupted(Exception):
-    """Error on all ranks if a stop interrupts an evaluation. A resumed run repeats it first."""
+    """Error on all ranks if a stop interrupts an evaluation. A resumed run evaluates first."""
 
 
 class Deadline:
@@ -173,7 +173,7 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Let Trainer stop or save if any rank has a request to stop or to save."""
+        """Make Trainer stop or save if any rank has requested a stop or a save."""
         self.step = state.global_step
         if self.first_step:
             self.first_step, self.last_event = False, self.clock()

@@ -281,7 +281,10 @@ def write_hang_page(
 
 
 def _group_ranks(texts: Mapping[int, str], hosts: Sequence[str]) -> list[str]:
-    """Return one line per distinct text in {rank: text}: `ranks 0-2 on n1; rank 7 on n2: TEXT`."""
+    """Return one line per distinct text, such as `ranks 0-2 on n1; rank 7 on n2: TEXT`.
+
+    texts: {rank: text}. hosts: the host name of each rank.
+    """
     lines = []
     for text in dict.fromkeys(texts.values()):
         parts = []

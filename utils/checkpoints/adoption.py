@@ -67,9 +67,9 @@ def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignChe
 
     named: the flag's value: the path of a checkpoint or of a run directory, True for the newest
     checkpoint in output_dir, or None. A run directory means the newest committed checkpoint in it.
-    Return None without a path, or if output_dir has checkpoints. Raises ConfigurationError if
-    `named` has no committed checkpoint, if config.yaml or provenance.json of its run is missing, or
-    if output_dir belongs to another run.
+    Return None if `named` is no path, or if output_dir has checkpoints. Raises ConfigurationError
+    if `named` has no committed checkpoint, if config.yaml or provenance.json of its run is missing,
+    or if output_dir belongs to another run.
     """
     if not named or named is True:  # True: resume from this run's own newest checkpoint
         return None
@@ -145,8 +145,8 @@ def _best_beside(found: ForeignCheckpoint, best: Path | None, *, needs_best: boo
     """Return the path of the run's best checkpoint in the folder of `found`, or None.
 
     best: the best checkpoint's path according to trainer_state.json, or None. If `found` is the
-    best checkpoint, return None. If the folder lacks the best checkpoint or its manifest, return
-    None, but raise ConfigurationError if `needs_best` is true.
+    best checkpoint, return None. If the folder lacks the best checkpoint or its manifest, raise
+    ConfigurationError if `needs_best` is true, otherwise return None.
     """
     directory = found.directory
     if best is None or best.name in (directory.name, f"checkpoint-{found.manifest.step}"):

@@ -308,8 +308,8 @@ def _text(committed: Mapping[str, Any]) -> str:
 def check_layout(checkpoint: Path, strategy: str) -> None:
     """Raise ConfigurationError if a parallel strategy cannot load a checkpoint.
 
-    A strategy can load a checkpoint that it saved itself. It can also load a checkpoint of the
-    strategy with which SAME_FORMAT_STRATEGIES pairs it.
+    A strategy can load a checkpoint that it saved itself. The two strategies of each pair in
+    SAME_FORMAT_STRATEGIES can also load each other's checkpoints.
     """
     written = read_manifest(checkpoint).strategy
     if written == strategy or {written, strategy} in SAME_FORMAT_STRATEGIES:

@@ -181,7 +181,7 @@ class RunRecord:
 
     @cached_property
     def _provenance(self) -> tuple[dict[str, Any], str]:
-        """Content of provenance.json (of the copy if damaged), and the problem as text or ""."""
+        """The content of provenance.json (of its copy if damaged), and the problem (text or "")."""
         own, problem = self._read(PROVENANCE, _parse_provenance)
         if self._copies is None:
             lost = own is None and (self.directory / PROVENANCE).exists()
@@ -199,7 +199,7 @@ class RunRecord:
 
     @cached_property
     def _config(self) -> tuple[str | None, str]:
-        """Text of config.yaml (of the copy if damaged), and the problem as text or ""."""
+        """The text of config.yaml (of its copy if damaged), and the problem (text or "")."""
         own, problem = self._read(CONFIG, _parse_config)
         if self._copies is None:
             return own, self._report_lost(CONFIG, problem) if own is None else ""

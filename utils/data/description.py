@@ -40,7 +40,7 @@ class Statistics:
     """Counts over all documents of a split, and the first document with each kind of fault.
 
     A field first_... has the document's row, counted from 0. None means that no document has the
-    fault. first_row_without_loss: no token after the document's first token is trained on.
+    fault. first_row_without_loss: no token after the first token of this document is trained on.
     """
 
     documents: int = 0

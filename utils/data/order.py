@@ -250,7 +250,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @property
     def full_size_steps(self) -> float:
-        """The number of steps of the run if every step had the last (largest) batch size."""
+        """The steps that the run's samples would need at the last (largest) batch size."""
         return self.samples_before(self.total_steps) / max(self.sizes.values())
 
     def sequences_of_step(self, step: int) -> np.ndarray:
@@ -286,9 +286,9 @@ def eval_batches(
     micro-batches, because the ranks reduce after each micro-batch. -1 (PADDING_SEQUENCE) fills the
     last micro-batches.
 
-    at_most: the number of sequences to choose. None means all sequences. The choice is the same for
-    every seed and number of ranks. It is random, because packing sorts by length: the first
-    sequences have only long documents.
+    at_most: the number of sequences to choose. None means all sequences. The choice is random,
+    because the first sequences have only long documents (packing sorts by length). It is the same
+    for every seed and number of ranks.
     """
     numbers = np.arange(sequences)
     if at_most is not None and at_most < sequences:

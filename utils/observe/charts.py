@@ -220,7 +220,7 @@ def charts_of(
 
 
 def _memory_series(curves: Curves, points: Sequence[Point]) -> list[Chart | None]:
-    """Return a series of training memory for each of the fullest ranks, and one per other phase.
+    """Return series of memory: training for each of the fullest ranks, and one per other phase.
 
     points: from `memory_by_rank`
     """

@@ -244,7 +244,7 @@ def advice(run: History, end: End, job: Job | None) -> str:
 
 
 def _changes_before_start(run: History, end: End) -> str:
-    """Return the words of `advice` on what to change before the next start; "" if nothing."""
+    """Return the part of `advice` that says what to change before the next start, or ""."""
     error = (run.starts[-1].error or "") if run.starts else ""
     if any(page.name.startswith("out-of-memory") for page in pages_of_a_failure(run, end)):
         return "change what the page says helps most, then "

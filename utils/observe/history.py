@@ -70,7 +70,7 @@ class Start:
 
     @property
     def last_event(self) -> str | None:
-        """The event of the last log line, except saves: background saves are logged late."""
+        """The last log line's event. Saves do not count: background saves are logged late."""
         return next((one["event"] for one in reversed(self.lines) if one["event"] != "save"), None)
 
     @property
@@ -190,7 +190,7 @@ class History:
 def read_run(path: Path, *, whole: bool = True) -> History:
     """Read a run directory. Missing and damaged files raise no error: `History` lists them.
 
-    whole: False saves time. It reads only the beginning and end of a long metrics.jsonl, only the
+    whole: False saves time. Only the beginning and end of a long metrics.jsonl are read, only the
     newest checkpoint's manifest, and no job log.
     """
     record = RunRecord(path, lenient=True)
@@ -306,7 +306,7 @@ def _group_by_start(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]])
 
 
 def _add_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Start]:
-    """Yield each start with `owner`, `ended` and `lost_steps` set and its lost lines marked.
+    """Yield each start with its `owner`, `ended` and `lost_steps`; mark its lost log lines.
 
     Also yield a start that acquired the run lock but died before it wrote to provenance.json.
     """

@@ -238,7 +238,7 @@ def _complete_copy(run: Path) -> Path | None:
 
 
 def _archive_for(run: Path) -> Path:
-    """Return the path STOKER_ARCHIVE. Raises ConfigurationError if the run cannot be kept there."""
+    """Return the path in STOKER_ARCHIVE. Raises ConfigurationError if the run cannot go there."""
     named = os.environ.get("STOKER_ARCHIVE") or "(not set)"
     archive = Path(named).resolve()
     target = archive / run.resolve().name

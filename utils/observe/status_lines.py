@@ -109,8 +109,8 @@ def show_spikes(run: Path, as_json: bool) -> str:
 def display(look: Callable[[], str | RenderableType], watch_s: float | None) -> int:
     """Call `look` and print its result; return exit code 0.
 
-    watch_s: repeat this every `watch_s` seconds until Ctrl-C. None means once. JSON text is always
-    printed only once.
+    watch_s: the seconds until the next repetition. Ctrl-C ends the repetitions. None means no
+    repetition. JSON text is never repeated.
     """
     first = look()
     console = Console(width=None if sys.stdout.isatty() else LINE_WIDTH, highlight=False)

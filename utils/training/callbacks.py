@@ -64,7 +64,10 @@ class DataEpochs(TrainerCallback):
 
 
 class OwnCallbacks:
-    """The user's callbacks (--callbacks). Checkpoints store the attributes of ExportableStates."""
+    """The user's callbacks (--callbacks).
+
+    Checkpoints store the attributes of each callback that is an ExportableState.
+    """
 
     def __init__(self, entries: Sequence[str]):
         self.made = {entry: callback_class(entry)() for entry in entries}

@@ -58,7 +58,10 @@ class SourceLosses:
         return {UNLOGGED_BY_SOURCE: gathered(own)}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore this rank's sums. If the number of ranks changed, rank 0 restores all sums."""
+        """Restore this rank's loss sums.
+
+        If the number of ranks has changed, rank 0 restores the sums of all ranks.
+        """
         by_rank = saved.get(UNLOGGED_BY_SOURCE, [])
         same = len(by_rank) == self.args.world_size
         for rank, sums in enumerate(by_rank):
@@ -83,8 +86,7 @@ class ExpertBalance:
 
     The loss depends on how many tokens of the global batch each expert gets. If a step has several
     micro-batches, a forward pass without gradients first counts these tokens. The metric is the
-    mean loss since the last log. It does not include the loss's coefficient. TRL's metric is the
-    same.
+    mean loss since the last log. Like TRL's metric, it does not include the loss's coefficient.
     """
 
     def __init__(self, term: RouterTerm, args: TrainingArguments, context_parallel: int = 1):
@@ -140,7 +142,7 @@ class ExpertBalance:
         return self.term.coefficient * part
 
     def metrics(self) -> dict[str, float]:
-        """Return {"aux_loss": mean since the last log}, or {} if no step was done.
+        """Return {"aux_loss": mean since the last log}, or {} if no step followed this log.
 
         All ranks must call this.
         """
@@ -176,7 +178,8 @@ class EvaluationTotals:
     def add(self, outputs: Any, following: torch.Tensor) -> None:
         """Add a micro-batch's loss sum, loss tokens and correct tokens.
 
-        outputs: the micro-batch's LossOutput. following: for each token the next label, (B, T)
+        outputs: the micro-batch's LossOutput. following: for each token the next token's label,
+        (B, T)
         """
         hits = outputs.get("hits")
         if hits is None:  # compute from all logits; argmax never equals -100

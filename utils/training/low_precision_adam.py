@@ -289,7 +289,7 @@ def compiled_update(
 
 
 def _row_views(tensors: State, unit: int) -> State:
-    """Return views of a weight's tensors, except its step count: (rows, unit), scales (rows,)."""
+    """Return a weight's tensors without its step count, as views (rows, unit); scales (rows,)."""
     return {
         name: local_part(tensor).view(-1, *(() if name.endswith(SCALE) else (unit,)))
         for name, tensor in tensors.items()

@@ -175,8 +175,8 @@ def orthogonal_rows(
     """Make matrices orthogonal; return this rank's rows of each result. All ranks must call this.
 
     parts: this rank's rows of each matrix. weights: the matrices as parameters, a list from
-    `_weight_batches`. The list has either one unsharded weight, or at most one sharded weight for
-    each rank.
+    `_weight_batches`. The list has either one weight with whole matrices on this rank, or at most
+    one sharded weight for each rank.
     """
     group = _shard_group(weights[0])
     if group is None:

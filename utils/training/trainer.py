@@ -128,7 +128,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def _prepare_inputs(self, inputs: Batch) -> dict[str, Any]:
-        """Move a micro-batch to the device without waiting for it; return the model's inputs."""
+        """Move a micro-batch to the device without blocking; return the model's inputs."""
         # Only experts use sequence_tokens.
         needed = {**self.used, "sequence_tokens": self.callbacks.balance is not None}
         used = {name: value for name, value in inputs.items() if needed.get(name, True)}
