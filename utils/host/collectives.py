@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 def on_rank_0(action: Callable[[], Result], group: Any = None) -> Result:
-    """Run a function on rank 0. Every rank returns its result or raises its ConfigurationError.
+    """Run a function on rank 0; return its result or raise its ConfigurationError on every rank.
 
     The result must be picklable. An OSError becomes a StorageError, which is a ConfigurationError.
     All ranks of `group` must call this. None means all ranks.

@@ -42,9 +42,10 @@ def inherited(environment: Mapping[str, str]) -> list[str]:
 
 
 def without_indices(variable: str) -> str:
-    """Replace the GPU indices in CUDA_VISIBLE_DEVICES=... by their number. Keep other variables.
+    """Replace the GPU indices in CUDA_VISIBLE_DEVICES=... by the number of GPUs.
 
-    A job on a shared node may get GPUs with other indices at each start.
+    A job on a shared node may get GPUs with other indices at each start. Other variables are
+    returned unchanged.
     """
     name, _, value = variable.partition("=")
     devices = value.split(",")

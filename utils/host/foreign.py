@@ -68,7 +68,7 @@ def library_errors(what: str | Path, problem: str, advice: str = "") -> Iterator
 
 @contextlib.contextmanager
 def prefix_errors(what: str | Path) -> Iterator[None]:
-    """Context manager: begin the messages of a ConfigurationError with `what` if they lack it."""
+    """Context manager: if a ConfigurationError does not name `what`, put it before the messages."""
     try:
         yield
     except ConfigurationError as error:

@@ -56,7 +56,7 @@ def hub_fault(limit_s: float | None = None) -> str:
 def upload_fault() -> str:
     """Return the reason why nothing can be uploaded to the Hub, or "" if the Hub answers.
 
-    This waits longer for an answer than `hub_fault`. It tests again if an earlier test failed.
+    This function waits longer for an answer than `hub_fault`, and ignores an earlier failed test.
     """
     from huggingface_hub import constants
 

@@ -144,7 +144,7 @@ def _line_start(file: BinaryIO, offset: int) -> int:
 def skipped_message(damaged: int) -> str:
     """Return a message on the number of damaged lines in metrics.jsonl.
 
-    >>> skipped(1), skipped(2000)
+    >>> skipped_message(1), skipped_message(2000)
     ('metrics.jsonl: 1 damaged line skipped', 'metrics.jsonl: 2,000 damaged lines skipped')
     """
     return f"{FILE_NAME}: {damaged:,} damaged line{'s' * (damaged > 1)} skipped"
@@ -237,7 +237,7 @@ def printable(text: str) -> str:
 def format_count(number: float | None) -> str:
     """Format a count with the suffix M, B or T (millions, billions, trillions); None as "-".
 
-    >>> counted(950), counted(1_234_000_000), counted(None)
+    >>> format_count(950), format_count(1_234_000_000), format_count(None)
     ('950', '1.23 B', '-')
     """
     if number is None:

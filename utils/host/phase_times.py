@@ -1,4 +1,4 @@
-"""Seconds that a process spent in each phase of a run. The phases: callbacks.progress.Phase."""
+"""Seconds that a process spent in each phase of a run. See callbacks.progress.Phase for phases."""
 
 import time
 from typing import Any
@@ -10,7 +10,7 @@ LONGEST_S = 1e10  # a longer time in a file is a damaged value
 class PhaseTimes:
     """The seconds that this process spent in each phase. Another thread may read them at any time.
 
-    now    (current phase, time.monotonic() when this phase began, seconds of each phase before it).
+    now    (current phase, time.monotonic() when this phase began, seconds of each phase before).
            This tuple is only replaced as a whole.
     saved  the seconds of each phase when the last save ended
     """
@@ -20,7 +20,7 @@ class PhaseTimes:
         self.saved: dict[str, float] = {}
 
     def begin(self, phase: str) -> None:
-        """End the current phase and begin `phase`. Each training step begins its phase again."""
+        """End the current phase and begin `phase`. Both may be the same phase."""
         spent = self.seconds()
         if self.now[0] == SAVING != phase:
             self.saved = spent

@@ -198,7 +198,10 @@ class RunOwner:
         return not self.left and not self.gone and self.age_s < 2 * WATCH_S
 
     def belongs_to(self, slurm: Mapping[str, Any]) -> bool:
-        """Return whether job id and restart counts equal those of `slurm` in provenance.json."""
+        """Return whether this process belongs to a job, by the job's id and restart counts.
+
+        slurm: the description of the job in provenance.json
+        """
         counts = (int(slurm.get(name) or 0) for name in ("restart_count", "restart_in_job"))
         return (self.job, *self.restart_counts) == (slurm.get("job_id"), *counts)
 
@@ -224,7 +227,7 @@ def run_owners(output_dir: Path) -> Iterator[RunOwner]:
 
 
 class RunLock:
-    """The run lock of one directory. The constructor takes it, `leave_run_lock` releases it."""
+    """The run lock of one directory. Creating it takes the lock, `leave_run_lock` releases it."""
 
     def __init__(self, output_dir: Path):
         self.output_dir, self.folder = output_dir, output_dir / LOCK_FOLDER
@@ -348,7 +351,7 @@ def _machine() -> str:
 
 
 def _owner_changes(folder: Path) -> Iterator[tuple[int, RunOwner | None]]:
-    """Yield `_newest_owner(folder)` now and at each change. End WATCH_S after the last change."""
+    """Yield `_newest_owner(folder)` now and at each change. End after WATCH_S without a change."""
     newest, until = None, math.inf
     while time.monotonic() < until:
         found = _newest_owner(folder)

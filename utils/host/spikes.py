@@ -2,9 +2,9 @@
 
 A logged value is a spike if it is not finite, or more than 8 (DEVIATIONS) deviations above the
 median of the previous 64 (WINDOW) values. The first 16 (SHORTEST) values are never spikes. The rule
-compares logarithms, because losses of small batches and gradient norms have a long tail. Their
-logarithms have no long tail. A deviation is 1.4826 times the median distance from the median, an
-estimate of the standard deviation. It is at least 0.01 (LEAST), about 1 %.
+compares logarithms, because losses of small batches and gradient norms have a long tail. A
+deviation is 1.4826 times the median distance from the median, an estimate of the standard
+deviation. A smaller deviation than 0.01 (LEAST), about 1 %, is replaced by 0.01.
 """
 
 import math
@@ -49,7 +49,7 @@ class Spike:
     def all_steps(self) -> str:
         """The steps of all log lines of the spike, as text for `status.py --step`.
 
-        If the spike has more than 20 (LONGEST) steps, this equals `steps`.
+        For a spike of more than 20 (LONGEST) steps, only the steps of the first log line.
         """
         last = self.last_step if self.last_step < self.begin + LONGEST else self.step
         return str(last) if self.begin == last else f"{self.begin}-{last}"
@@ -91,7 +91,7 @@ def spikes_in(lines: Iterable[Mapping[str, Any]], name: str = "loss") -> list[Sp
 def _median_and_score(value: float, window: Collection[float]) -> tuple[float, float]:
     """Return the median of `window`, and how many deviations `value` is above this median.
 
-    window: the earlier values. The result is (NaN, 0) if it has fewer than SHORTEST values.
+    window: the earlier values. If there are fewer than SHORTEST values, return (NaN, 0).
     """
     if len(window) < SHORTEST:
         return math.nan, 0.0

@@ -19,9 +19,9 @@ def choose_products() -> str | None:
     """Use oneDNN for float32 matrix products if MKL is slow on this CPU; return a log line or None.
 
     MKL's AVX-512 kernels are fast only on Intel's processors. On an AMD EPYC a float32 step with
-    MKL takes 1.8 times as long. torch's precision "medium" selects oneDNN. It also permits rounding
-    to bfloat16, which oneDNN does only on CPUs with AMX. This function verifies that nothing is
-    rounded. Returns None if MKL is fast here or the user set a precision.
+    MKL takes 1.8 times as long. torch's precision "medium" selects oneDNN. This precision also
+    permits rounding to bfloat16, but oneDNN rounds only on CPUs with AMX. The function tests that
+    nothing is rounded. Returns None if MKL is fast here or the user set a precision.
     """
     avx_512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     slow = avx_512 and not has_amx() and cpu_fact("vendor_id") not in ("", "GenuineIntel")

@@ -160,7 +160,7 @@ class ChunkedHead:
         self.product = torch.empty_like(self.weight) if product else None
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states, weight and bias; None if one is not needed."""
+        """Return the gradients of hidden states, weight and bias. None means "not needed"."""
         weight, bias = self.weight_gradient, self.bias_gradient
         if len(self.weight) != self.vocabulary:  # a view would stop autograd from adding in place
             weight = None if weight is None else weight[: self.vocabulary]
@@ -221,7 +221,7 @@ def softmax_derivative(
     """Return the losses (C,) of C tokens with logits (C, V) and target ids (C,).
 
     buffers: two float32 tensors (B, V), to compute B tokens at a time. cap: the logits' soft cap,
-    or None. differentiate: replace the logits in place by the derivatives of the losses.
+    or None. differentiate: whether to overwrite the logits with the derivatives of the losses.
     """
     size, losses = len(buffers[0]), []
     for block, ids in zip(logits.split(size), targets[:, None].split(size), strict=True):

@@ -1,4 +1,4 @@
-"""Launch of a run's ranks from a Slurm job or a shell, checks of the ranks, and why they ended.
+"""Launch of a run's ranks from a Slurm job or a shell, checks and restarts, reports of their end.
 
 node         the launcher of a node: choose the accelerate config, check, run `accelerate launch`
 slurm        Slurm's variables: nodes, processes, port, time limit

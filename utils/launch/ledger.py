@@ -56,7 +56,7 @@ class Fault:
 
 
 def ledger_path() -> Path:
-    """Return the path of the ledger. The file may be missing."""
+    """Return the path of the ledger, the file with the faults of nodes. It may be missing."""
     return Path(os.environ.get("STOKER_LEDGER") or _ROOT / ".stoker" / "nodes.jsonl")
 
 
@@ -110,10 +110,9 @@ def number_from_environment(name: str, default: float) -> float:
 def bad_nodes(faults: Iterable[Fault]) -> Counter[str]:
     """Return {node: faults in the last week} of the nodes that a requeued job must not use.
 
-    A node is bad if it has at least STOKER_LEAVE_OUT_AFTER (default 2) faults. Some faults follow a
-    job from node to node: the same rank has the same kind of fault on several nodes. Then the job
-    is the cause, such as by a deadlock in its code, and these faults do not count. The kinds
-    `hardware` and `lost` always count.
+    A node is bad if it has at least STOKER_LEAVE_OUT_AFTER (default 2) faults. Faults do not count
+    if the same rank of a job has the same kind of fault on several nodes. Then the cause is in the
+    job, for example a deadlock. Exception: faults of the kinds `hardware` and `lost` always count.
     """
     least, now = number_from_environment("STOKER_LEAVE_OUT_AFTER", 2), time.time()
     # A wrong clock may have written future times. One of the two nodes of a mismatch is healthy.
@@ -188,7 +187,8 @@ def find_faults(
 def plan_to_leave_out(own: Sequence[str], asked: str, nodes: str) -> list[str]:
     """Add bad nodes to the excluded nodes of a requeued job; return [ExcNodeList, log text].
 
-    ExcNodeList is a node list for scontrol, or "" if no node is added. The text may also be "".
+    ExcNodeList is a node list for scontrol, or "" if no node is added. The log text is "" if there
+    are no bad nodes to consider.
 
     own    the nodes that the job had
     asked  the job's excluded nodes, required nodes and reservation (squeue's %x|%n|%v)
@@ -221,7 +221,7 @@ def plan_to_leave_out(own: Sequence[str], asked: str, nodes: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command `note` or `leave-out` (see above) and print the resulting lines."""
+    """Run the command `note` or `leave-out` (see the module's docstring) and print its result."""
     command, *words = sys.argv[1:] if argv is None else argv
     hosts = expand_hosts(os.environ.get("SLURM_JOB_NODELIST", ""))
     lines = note_faults(hosts, *words) if command == "note" else plan_to_leave_out(hosts, *words)

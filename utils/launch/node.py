@@ -80,10 +80,9 @@ SHUTDOWN_TIMEOUT_S = 5
 class StopSignals:
     """The handler of SIGUSR1, SIGTERM and Ctrl-C. It writes STOP, a file that stops the workers.
 
-    The file is in the node's directory. Before the workers start, each signal ends the launcher.
-    SIGTERM also ends the launcher after the job's verdict (why it ended) was written, because srun
-    is then ending all nodes. Ctrl-C also ends the launcher before and after training, and a second
-    Ctrl-C always does.
+    The file is in the node's directory. Some signals end the launcher instead: any signal before
+    the workers start; SIGTERM after a launcher wrote why the job ended, because srun then ends all
+    nodes; Ctrl-C before or after training; a second Ctrl-C; and SIGINT in a job.
     """
 
     def __init__(self) -> None:
@@ -154,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(directory: Path, verdict: Verdict) -> None:
-    """Report a failed run and send a message about any end. In a job, the job script does both."""
+    """Report a failed run, and send a message at any end. In jobs, the job script does both."""
     for file in directory.rglob(RUN_STARTED):  # only rank 0 writes this file
         output_dir = Path(file.read_text(encoding="utf-8").strip())
         if verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED, CTRL_C_CODE):
@@ -190,7 +189,7 @@ def run(command: list[str], signals: StopSignals) -> Verdict:
 
 
 def leave_or_print(verdict: Verdict) -> Verdict:
-    """Write the verdict of an unfinished job to a file; print it if no job script reads the file.
+    """Write the verdict of a job that failed or stopped to a file. Print it without a job script.
 
     Return the first verdict of the job, which another node's launcher may have written.
     """

@@ -22,9 +22,9 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def early_settings(words: Sequence[str]) -> dict[str, SettingValue]:
-    """Return {name: setting} from a script's arguments `words` and from the recipes named by them.
+    """Return {name: setting} from a script's arguments and from the recipes that they name.
 
-    Wrong settings are ignored here, because the script reports them later.
+    words: the arguments. Wrong settings are ignored here, because the script reports them later.
     """
     # The launcher imports this module before it checks the packages.
     from utils.config.command_line import CONFIG_FLAG, read_flags

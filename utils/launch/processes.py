@@ -118,9 +118,10 @@ def check_connected(processes: int, visible_gpus: int) -> None:
 def all_hosts(rank: int, device: torch.device) -> tuple[str, ...]:
     """Gather the host name of each rank. This is the first collective, and tests the network.
 
-    All ranks must call this. rank, device: those of this process. Raises UnfitClusterError if the
-    collective fails or takes too long, and torch's error if another rank ended. A blocked
-    collective stays in a daemon thread, so the process must end by os._exit, as in `run_script`.
+    All ranks must call this. rank: the rank of this process. device: the device of this process.
+    Raises UnfitClusterError if the collective fails or takes too long, and torch's error if another
+    rank ended. The process must end by os._exit, as in `run_script`, because a blocked collective
+    stays in a daemon thread.
     """
     answer: Future[tuple[str, ...]] = Future()
 
@@ -180,7 +181,7 @@ def requested_replicas(environment: Mapping[str, str]) -> int:
 
 
 def report_groups(launch: LaunchFacts, per_node: int) -> None:
-    """Log HSDP's number of copies and of shards; warn if a copy needs the GPUs of several nodes.
+    """Log HSDP's copies of the states and their shards; warn if a copy is spread over nodes.
 
     per_node: the number of GPUs on a node
     """

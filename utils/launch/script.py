@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 TEARDOWN_LIMIT_S = 10.0
 REPORT_LIMIT_S = 30.0
 SPEAK_FIRST_S = 3.0
-FAILED = 1  # an unexpected exception, as Python itself exits
+FAILED = 1  # exit code after an unexpected exception, the same as Python's
 # Libraries whose INFO lines do not help in a training log.
 _NOISY = (
     *("accelerate", "datasets", "deepspeed", "filelock", "fsspec", "httpx", "httpx2"),
@@ -190,8 +190,9 @@ def run_script(
     `leave_note` writes a file for the launcher. Ctrl-C is shown in one line. The text of an Answer
     (raised by `--print_config`) is printed. Any other SystemExit passes through.
 
-    ExitCode.STOPPED means "stopped with a checkpoint". Under slurm/launch_node.sh it becomes 0,
-    because torchrun kills the other ranks at any other code. The launcher reads the files instead.
+    ExitCode.STOPPED means "stopped with a checkpoint". Under slurm/launch_node.sh the exit code is
+    then 0, because torchrun kills the other ranks at any other code. The launcher learns of the
+    stop from the file of `leave_note`.
     """
     end_with_launcher()
     raise_at_ctrl_c()

@@ -1,8 +1,8 @@
 """Signals as requests to stop. After a request, the training loop saves a checkpoint and ends.
 
-SIGTERM, SIGUSR1 and the first Ctrl-C (SIGINT) are requests. Before and after training nothing can
-be saved, so the first Ctrl-C ends the process at once. A second Ctrl-C always ends the process at
-once.
+SIGTERM, SIGUSR1 and the first Ctrl-C (SIGINT) are requests. A second Ctrl-C ends the process at
+once. Exception: before and after training, the first Ctrl-C already ends the process at once,
+because nothing can be saved.
 
 slurm/launch_node.sh gives a node a private directory (STOKER_NODE_DIR). Then the node's launcher
 gets the signals and writes the file STOP into the directory. Every process continues until its
@@ -217,9 +217,9 @@ def _read_signals(pipe: int, ready: threading.Event) -> None:
 
 
 def _handle_signals(numbers: Collection[int], now: float) -> None:
-    """Request a stop or end this process after signals, outside of slurm/launch_node.sh.
+    """Request a stop, or end this process at a Ctrl-C. Not used under slurm/launch_node.sh.
 
-    numbers: the signals. now: the time at which the signals came, by time.monotonic().
+    numbers: the signals that came. now: the time at which they came, by time.monotonic().
     """
     # At the second Ctrl-C torchrun sends SIGTERM.
     by_torchrun = signal_state.requested == CTRL_C and signal.SIGTERM in numbers
@@ -235,7 +235,10 @@ def _handle_signals(numbers: Collection[int], now: float) -> None:
 
 
 def _wait_for_launcher_file() -> None:
-    """Wait for a file of the launcher after SIGTERM. Return after STOP; else end this process."""
+    """Wait until the launcher writes the file STOP. If it does not, end this process.
+
+    Called after a SIGTERM. The launcher writes the file INTERRUPTED instead at a second Ctrl-C.
+    """
     interrupted = Path(os.environ[NODE_DIR]) / INTERRUPTED
     give_up_at = time.monotonic() + FILE_WITHIN_S
     while not interrupted.exists() and _launcher_request() is None:

@@ -116,7 +116,7 @@ def _hosts_and_index(environment: Mapping[str, str]) -> tuple[tuple[str, ...], i
 
 def on_cpu(environment: Mapping[str, str], strategy: str = AUTO) -> bool:
     """Return whether an environment variable or the accelerate config cpu.yaml requests the CPU."""
-    # With `use_cpu: true` in cpu.yaml, accelerate would start only one process.
+    # cpu.yaml does not set `use_cpu: true`, because accelerate would then start only one process.
     return (
         is_true("ACCELERATE_USE_CPU", environment)
         or environment.get("DS_ACCELERATOR") == "cpu"

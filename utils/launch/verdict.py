@@ -165,10 +165,11 @@ def name_of_job(slurm: Mapping[str, Any]) -> str:
 
 
 def read_job_verdict(slurm: Mapping[str, Any]) -> str | None:
-    """Return why one start of a job ended, from .stoker/job-ID.RESTARTS/verdict.txt, or None.
+    """Return why a job ended; None if unknown. A restarted job has a reason for each start.
 
-    RESTARTS is the number of restarts by Slurm, followed by `.N` after N restarts inside the job.
-    slurm: the description of this start in provenance.json
+    The text is in .stoker/job-ID.RESTARTS/verdict.txt. RESTARTS is the number of restarts by Slurm,
+    followed by `.N` after N restarts inside the job. slurm: the description of one start of the job
+    in provenance.json
     """
     again = int(slurm.get("restart_in_job") or 0)
     start = f"{slurm.get('restart_count') or 0}{f'.{again}' if again else ''}"
@@ -176,10 +177,10 @@ def read_job_verdict(slurm: Mapping[str, Any]) -> str | None:
 
 
 def causes_in_log(log: str, slurm: Mapping[str, Any]) -> tuple[str, str]:
-    """Return why one start of a job ended: (job script's reason, Slurm's reason), each may be "".
+    """Return the reasons that a log gives for a job's end: (reason of the job script, of Slurm).
 
-    log: the text of the job's log, which has all starts. slurm: the description of this start in
-    provenance.json
+    A missing reason is "". log: the text of the job's log. If the job was restarted, the log covers
+    all starts. slurm: the description of one start of the job in provenance.json
     """
     # Starts count from 1 and restarts from 0. The last line of a start names the next start.
     name, number = name_of_job(slurm), int(slurm.get("restart_count") or 0) + 1

@@ -43,7 +43,7 @@ OLD_EXPERT_NAMES = {
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """The layers of a model that LoRA adapts or trains.
+    """The layers of a model that get LoRA's adapters or are trained without adapters.
 
     model: the model settings, with full names of layers and weights in lora_target_modules and
     lora_target_parameters. lora_dropout is 0 if LoRA adapts experts. trains_head: whether the LM
@@ -164,7 +164,7 @@ def freeze_unused(model: PreTrainedModel) -> list[str]:
 
 
 def freeze_by_settings(built: PreTrainedModel, model: ModelArguments) -> None:
-    """Freeze weights as --freeze and --train_only ask.
+    """Freeze the weights that the settings --freeze and --train_only exclude from training.
 
     --freeze names the weights to freeze. --train_only names the only weights to train. Raises
     ConfigurationError if a name matches no layer or weight, or if all weights are frozen.
@@ -323,7 +323,7 @@ def _matching(
     """Return the full names in `known` that match a name or regular expression in `asked`.
 
     A name matches all full names that end with this name. Each name without a match adds a message
-    about `setting` to `problems`. had_experts: experts' old names (FORMERLY) need no match.
+    about `setting` to `problems`. had_experts: names in OLD_EXPERT_NAMES need no match.
     """
     matched: set[str] = set()
     for name in [asked] if isinstance(asked, str) else asked:

@@ -62,7 +62,7 @@ def first_set_attribute(owner: Any, names: Sequence[str]) -> Any:
 
 
 def layer_settings(config: PretrainedConfig) -> dict[int | str, dict[str, Any]]:
-    """Return {layer index: {setting: value}} of settings that differ from the whole model's."""
+    """Return {layer index: {setting: value}} of layers that override settings of the model."""
     settings = config.to_dict().get("per_layer_config") or {}
     return {int(layer): own for layer, own in settings.items()}
 
@@ -97,7 +97,7 @@ def is_multimodal(model_config: PretrainedConfig) -> bool:
 
 
 def text_model_config(model_config: PretrainedConfig) -> PretrainedConfig | None:
-    """Return the configuration of a model's text part, or None if this part is not a model."""
+    """Return the configuration of a model's text part; None if transformers has no class for it."""
     found: Any = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
     if found is None or found.config_class is not model_config.sub_configs.get("text_config"):
         return None
@@ -191,7 +191,7 @@ def check_model(config: PretrainedConfig) -> None:
 
 
 def expert_count(layer: torch.nn.Module) -> int:
-    """Return the number of experts of a layer that stacks their weights, or 0 for other layers."""
+    """Return the number of experts in a layer with one weight tensor for all experts, else 0."""
     own = layer.parameters(recurse=False)
     stacked = any(len(getattr(weight, "ds_shape", weight.shape)) == 3 for weight in own)
     return (
@@ -212,7 +212,7 @@ def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def has_experts(built: PreTrainedModel) -> bool:
-    """Return whether a model routes tokens to experts. Architectures have no common setting."""
+    """Return whether a model routes tokens to experts. Architectures have no common setting for it."""
     return bool(routers(built)) or any(map(expert_count, built.modules()))
 
 

@@ -149,9 +149,9 @@ def own_attention(
 def _choose_packed(
     name: str, device_type: str, dtype: torch.dtype, needs: AttentionNeeds, whole_rows: bool
 ) -> AttentionChoice:
-    """Register `packed_varlen` with a kernel in transformers; return this choice.
+    """Choose a kernel and register it in transformers under the name `packed_varlen`.
 
-    name: the requested kernel. "auto" and "packed_varlen" select the fastest kernel. Raises
+    name: the requested kernel. "auto" and "packed_varlen" request the fastest kernel. Raises
     ConfigurationError if the requested kernel cannot run on this host.
     """
     usable, refusals = find_kernels(device_type, dtype, needs, whole_rows)
@@ -223,9 +223,9 @@ def choose_isolated_attention(
 ) -> AttentionChoice:
     """Return the first attention of `attention_choices` that passes `check_isolation`.
 
-    For the arguments see `attention_choices`. Raises ConfigurationError if no attention passes. The
-    check is impossible if no small model runs on `device`. With `whole_rows` an unchecked attention
-    is then returned. Without `whole_rows` ProbeError is raised.
+    For the arguments see `attention_choices`. Raises ConfigurationError if no attention passes. If
+    no small model runs on `device`, the check is impossible. In this case return an unchecked
+    attention with `whole_rows`, and raise ProbeError without `whole_rows`.
     """
     refusals: list[ConfigurationError] = []
     try:
@@ -331,8 +331,8 @@ def _logits(model: PreTrainedModel, batch: dict[str, Any], batches: str) -> torc
 def _find_leak(model: PreTrainedModel, rows: Rows, batches: str) -> str:
     """Change one token of a packed batch at a time; return a text on the first wrong effect, or "".
 
-    This changes the first and the last token of each document. Only logits from the changed token
-    to the end of its document may change.
+    The changed tokens are the first and the last token of each document. Only logits from the
+    changed token to the end of its document may change.
     """
     batch = packed_batch(rows, model.device)
     reference = _logits(model, batch, batches)

@@ -187,8 +187,9 @@ def config_from_file(
     """Build a model's configuration from the file of --model_config, with `overrides`.
 
     If the file has no vocabulary size or special tokens, they come from the tokenizer. Raises
-    ConfigurationError for an unknown model_type and for keys without effect. If a library wrote the
-    file, like a published config.json, keys without effect in the file are only logged.
+    ConfigurationError for an unknown model_type and for keys without effect. Exception: if a
+    library wrote the file, such as a published config.json, the file may have keys without effect.
+    These keys are logged.
     """
     values = read_config_file(path, overrides)
     model_type = values["model_type"]
@@ -288,7 +289,10 @@ def compare_with_model(
 
 
 def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids that the model's tokenizer lacks, or [] if the model has no tokenizer."""
+    """Return the ids of `tokenizer` that the model's own tokenizer lacks.
+
+    If the model has no tokenizer, return [].
+    """
     own = _initial_tokenizer(settings)
     if own is None:
         return []
@@ -323,7 +327,7 @@ def fit_embedding(
 def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
     """Resize the embedding and the LM head to `rows`; set new rows to the mean of the other rows.
 
-    new: ids of new tokens. Their rows are also set to this mean if the rows exist already.
+    new: ids of new tokens. Their rows count as new, even if the published weights have these rows.
     """
     weight: Any = model.get_input_embeddings().weight
     before = getattr(weight, "ds_shape", weight.shape)[0]  # under ZeRO-3 the tensor is empty

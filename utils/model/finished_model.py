@@ -54,7 +54,7 @@ def check_token_ids(found: GenerationConfig) -> None:
 def finished_generation(
     model: Any, tokenizer: PreTrainedTokenizerBase, data: PackedDataset, padded: bool = False
 ) -> GenerationConfig | None:
-    """Return the model's generation settings. Tokens that end answers in `data` stop generation.
+    """Return the model's generation settings, which stop at tokens that end answers in `data`.
 
     padded: whether the embedding has more rows than the tokenizer has tokens. Generation then never
     chooses an id without a token. Returns None if the model cannot generate.
@@ -84,7 +84,7 @@ def read_processor_files(settings: RunSettings) -> dict[str, bytes]:
 
 
 def write_processor_files(files: Mapping[str, bytes], tokenizer: Any, directory: Path) -> None:
-    """Write the processor's files, without OLD_TEMPLATE if the tokenizer has a chat template."""
+    """Write the processor's files. If the tokenizer has a chat template, omit OLD_TEMPLATE."""
     for name, content in files.items():
         if name != OLD_TEMPLATE or not tokenizer.chat_template:
             (directory / name).write_bytes(content)
@@ -104,7 +104,7 @@ def _find_file(source: str, name: str, settings: RunSettings) -> Path | None:
 
 
 def set_generation_settings(model: Any, generation: GenerationConfig | None) -> None:
-    """Set the model's generation settings before a save, because Trainer changes special tokens."""
+    """Set the model's generation settings before a save, because Trainer has changed them."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if generation is not None:
         base.generation_config = copy.deepcopy(generation)
@@ -116,8 +116,8 @@ def saved_dtype(
     """Return the tensor type of `final/`: --save_dtype, or the base model's type.
 
     trained: the type of the weights in training. A model that began with random weights is saved in
-    this type. A resumed run with `--init_from` keeps the type that its first start recorded,
-    because `config` may come from the run's own checkpoint.
+    this type. A resumed run with `--init_from` keeps its recorded type, because `config` may come
+    from the run's own checkpoint.
     """
     model = settings.model
     if model.save_dtype != "auto":

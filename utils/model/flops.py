@@ -1,10 +1,11 @@
 """Model FLOPs per token and peak FLOP/s of GPUs, for MFU.
 
-torchtitan, nanochat and benchmarks/hardware/flops.py have the same convention. Each weight that
-multiplies a token counts 6 FLOPs, or 4 if it is frozen. The LM head counts once, even if it shares
-its weight with the embedding. The embedding does not count. An expert counts only for the tokens
-that are routed to it. Each attention layer adds 12 * heads * head_dim * T per token of a sequence
-of T tokens, as if no token were masked. Recomputed activations do not count.
+Each weight that multiplies a token counts 6 FLOPs, or 4 if the weight is frozen. The LM head counts
+once, even if it shares its weight with the embedding. The embedding does not count. An expert
+counts only for the tokens that are routed to it. Each attention layer adds
+12 * heads * head_dim * T per token of a sequence of T tokens. The causal mask does not reduce this
+count. Recomputed activations do not count. torchtitan, nanochat and benchmarks/hardware/flops.py
+count in the same way.
 """
 
 import math
@@ -77,7 +78,10 @@ def token_products(model: Any) -> TokenProducts:
 
 
 def _matrices(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
-    """Return pairs (matrix, number of weights) of a layer, as if not sharded and not in 4 bits."""
+    """Return pairs (matrix, number of weights) of a layer.
+
+    The number is that of the whole, unquantized matrix, even if `matrix` is a shard or in 4 bits.
+    """
     if isinstance(module, nn.Linear):
         return [(module.weight, module.in_features * module.out_features)]
     if isinstance(module, Conv1D):
@@ -90,7 +94,7 @@ def _matrices(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
 
 
 def _attention_sizes(config: PreTrainedConfig) -> tuple[tuple[float, int | None], ...]:
-    """Return (heads x head_dim, window or None) of each attention layer that is not linear."""
+    """Return (heads x head_dim, window or None) of each layer with softmax attention."""
     types = first_set_attribute(config, LAYER_TYPES)
     kinds = [str(kind) for kind in types] if types else [None] * config.num_hidden_layers
     sizes = []
@@ -114,8 +118,9 @@ def _attention_sizes(config: PreTrainedConfig) -> tuple[tuple[float, int | None]
 def effective_length(plans: Sequence[PackPlan], shares: np.ndarray) -> float:
     """Return the length of a token's document, averaged over all tokens.
 
-    Without the causal mask, an average token would attend to this number of tokens. shares
-    (plans,): each dataset's share of the training sequences.
+    plans: the packed sequences of each dataset. shares (plans,): the fraction of the training
+    sequences that comes from each dataset. Without the causal mask, an average token would attend
+    to the returned number of tokens.
     """
     lengths = [plan.segments.lengths.astype(np.float64) for plan in plans]
     squares = [(each**2).sum() / plan.sequences for each, plan in zip(lengths, plans, strict=True)]

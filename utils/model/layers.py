@@ -11,10 +11,10 @@ Before each product both matrices are scaled and rounded to fp8. A scale is comp
 largest value of each row (`rowwise`) or of the whole matrix (`tensorwise`). Weights, gradients and
 optimizer states keep their types, so checkpoints and `final/` do not change.
 
-Some layers stay in bf16. The LM head and routers stay, because rounding them changes the loss most.
-Experts stay, because they are not linear layers. The first decoder layer stays as well, and layers
-whose sizes fp8 kernels do not support. torchtitan keeps the LM head in bf16, and accelerate keeps
-the first and the last linear layer.
+These layers stay in bf16: the LM head and routers, because rounding them changes the loss most;
+experts, because they are not linear layers; the first decoder layer; and layers with sizes that fp8
+kernels do not support. torchtitan keeps the LM head in bf16. accelerate keeps the first and the
+last linear layer in bf16.
 """
 
 import dataclasses
@@ -112,14 +112,17 @@ LEAST_GRAPHS = 8  # torch's default limit
 
 
 def compile_cache() -> Path:
-    """Return torch's directory of compiled code. In a job, utils/launch/caches.py sets it."""
+    """Return torch's directory of compiled code.
+
+    In a job, utils/launch/caches.py sets the environment variable that names this directory.
+    """
     return Path(os.environ.get(CACHE_VARIABLE) or cache_root() / "compiled")
 
 
 def check_compilation(strategy: str, compiles_here: bool = True) -> None:
-    """Raise ConfigurationError if layers cannot be compiled.
+    """Raise ConfigurationError for ZeRO-3, and if this host needs but lacks a C++ compiler.
 
-    ZeRO-3 excludes compilation. compiles_here: this host compiles and needs a C++ compiler.
+    compiles_here: whether this host compiles the layers, so that it needs the C++ compiler
     """
     if strategy == "zero3":
         raise ConfigurationError(

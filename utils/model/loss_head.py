@@ -1,11 +1,11 @@
 """The loss of a model: cross-entropy of the LM head, load balancing of experts, or a user's loss.
 
 The load-balancing loss of E experts is E * sum over experts e of f_e * p_e. f_e is the number of
-assignments to e per token, and p_e the mean router probability of e, over the tokens of all layers
-(Switch Transformer, arXiv 2101.03961, equations 4 to 6). If each micro-batch had its own f_e, the
-loss of the global batch would depend on the sizes of the micro-batches. Therefore f_e is first
-counted over the whole global batch, without a gradient. With f_e fixed, the loss is a sum over
-tokens, and any division into micro-batches gives the same loss.
+assignments to e per token. p_e is the mean router probability of e. Both are means over the tokens
+of all layers (Switch Transformer, arXiv 2101.03961, equations 4 to 6). If each micro-batch had its
+own f_e, the loss of the global batch would depend on the sizes of the micro-batches. Therefore f_e
+is first counted over the whole global batch, without a gradient. With f_e fixed, the loss is a sum
+over tokens, and any division into micro-batches gives the same loss.
 
 The function of `--loss` gets the N loss tokens of a micro-batch: logits (N, vocabulary) in float32,
 target ids (N,), and the position of each target in its document (N,). It returns the sum of their
@@ -86,7 +86,7 @@ class LossOutput(ModelOutput):
 
 @dataclass(frozen=True)
 class LossHeadChoice:
-    """The way to compute the loss. "logits" keeps all logits in memory, "fused" a chunk of them."""
+    """The way to compute the loss: from all logits ("logits"), or chunk by chunk ("fused")."""
 
     name: str
     reason: str  # for the log
@@ -95,8 +95,8 @@ class LossHeadChoice:
     def install(self, model: PreTrainedModel, compiled: bool = False) -> None:
         """Make model.forward compute the loss this way. Call this before PEFT wraps the model.
 
-        compiled: compile the softmax on a GPU. model.forward then accepts these further arguments:
-        loss_positions   result of `find_loss_positions`; if missing, the host waits for the GPU
+        compiled: compile the softmax on a GPU. The new model.forward accepts further arguments:
+        loss_positions   result of `find_loss_positions`; without it, the host waits for the GPU
         shift_labels     (B, T), result of `next_labels`
         sequence_tokens  argument of `count_routed`; the output then has the sums of `count_routed`
         count_only       whether to compute only the sums of `count_routed`

@@ -49,7 +49,8 @@ SIZE_LIMITS = {
     "vocab_size_per_layer_input": VOCABULARY, "zero_expert_num": 0,
     "q_lora_rank": PROBE_WIDTH, "kv_lora_rank": PROBE_WIDTH, "o_lora_rank": PROBE_WIDTH,
 }  # fmt: skip
-# Settings of state-space layers: number and dimension of heads; inner width / hidden size.
+# Settings of state-space layers: pairs (number of heads, dimension of a head), and the ratio of the
+# inner width to the hidden size.
 STATE_HEADS = (
     ("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"),
     ("num_heads", "head_dim"),
@@ -74,16 +75,16 @@ def tolerance(device: torch.device, on_cpu: float) -> float:
 
 
 def fork_random(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return a context that restores the random states of the CPU and of this device."""
+    """Return a context that restores the random states of the CPU and of this device at its end."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def probe_config(model_config: PretrainedConfig, device: torch.device = CPU) -> PretrainedConfig:
-    """Return the configuration of a small model with the user's head dimension and windows.
+    """Return the configuration of a small model with the model's head dimension and windows.
 
     The small model has the first layer of each type, or two layers if all have the same type. It
-    has one or two key/value heads, or all heads if the model does not run with fewer. It runs once
-    on `device`, the training device, as a test. Raises ProbeError if no small model runs.
+    has one or two key/value heads, or all heads if it does not run with fewer. This function runs
+    the small model once on `device`, the training device. Raises ProbeError if no small model runs.
     """
     misfit: Exception | None = None
     for cut_heads in (True, False):
@@ -109,9 +110,8 @@ def build_probe_model(
 ) -> PreTrainedModel:
     """Return a model in eval mode, with the same random weights every time.
 
-    config: the result of `probe_config`.
-
-    Weights that text does not use are zeros and take no memory. The CPU's random state is restored.
+    config: the result of `probe_config`. Weights of other modalities, such as vision layers, are
+    zeros and take no memory. The CPU's random state is restored.
     """
     planned = without_weights(config)
     unused = {id(value) for value in non_text_parameters(planned).values()}
@@ -142,10 +142,11 @@ def build_probe_model(
 
 
 def observe_attention(config: PretrainedConfig, device: torch.device = CPU) -> AttentionNeeds | str:
-    """Return the features that a model needs from an attention function without masks.
+    """Return the features, such as soft caps, that a model's attention function must support.
 
-    config: the result of `probe_config`. This small model runs once in training mode. If the model
-    cannot use attention without masks, a text with the reason is returned.
+    config: the result of `probe_config`. This small model runs once in training mode, without
+    attention masks. Returns a text with the reason if the model needs masks, or if transformers
+    cannot replace the model's attention.
     """
     unused = f"{causal_lm_class(config).__name__} calls no attention of the AttentionInterface"
     whole = build_probe_model(config, "eager", device)

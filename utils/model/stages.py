@@ -43,10 +43,10 @@ def find_stage(init_from: str) -> Path:
 def stage_of(settings: RunSettings) -> Path | None:
     """Return the directory from which a run with `--init_from` reads configuration and tokenizer.
 
-    This is the newest intact checkpoint in --output_dir, so the user may delete the earlier run.
-    Before the first checkpoint, and under LoRA, it is the weights directory of `--init_from`.
-    Returns None without `--init_from`. All ranks must call this. Raises ConfigurationError,
-    StorageError.
+    Before its first checkpoint, and always under LoRA, a run reads from the weights directory of
+    `--init_from`. Later the run reads from its own newest intact checkpoint, so the user may delete
+    the directory of `--init_from`. Returns None without `--init_from`. All ranks must call this.
+    Raises ConfigurationError, StorageError.
     """
     if settings.model.init_from is None:
         return None
@@ -64,8 +64,9 @@ def stage_of(settings: RunSettings) -> Path | None:
 def weights_directory(settings: RunSettings) -> Path:
     """Return the directory or the Hub name from which a new run loads its weights.
 
-    A resumed run uses the directory that it recorded for this `--init_from`, because the earlier
-    run may have newer weights now. Raises ConfigurationError if there are no weights.
+    A resumed run uses the directory that it recorded for the same `--init_from`. The run that
+    `--init_from` names may have newer weights by now. Raises ConfigurationError if the directory
+    has no weights.
     """
     init_from = settings.model.init_from
     if init_from is None:
@@ -86,18 +87,18 @@ def weights_directory(settings: RunSettings) -> Path:
 
 
 def stage_tokenizer(settings: RunSettings) -> str | None:
-    """Return the directory of `stage_of` as text, or None if it contains no tokenizer."""
+    """Return the directory of `stage_of` as text, or None if the directory has no tokenizer."""
     stage, files = stage_of(settings), ("tokenizer.json", "tokenizer_config.json")
     found = stage is not None and any((stage / name).is_file() for name in files)
     return str(stage) if found else None
 
 
 def origin_directory(settings: RunSettings, strategy: str, resume_from: str | None) -> Path | None:
-    """Return the weights directory of `--init_from`, or None if this start does not load it.
+    """Return the weights directory of `--init_from`, or None if it is not to be loaded.
 
-    resume_from: the checkpoint to resume from, or None. A run that resumes loads the directory only
-    under LoRA. Raises ConfigurationError if the directory has no weights, or if --init_optimizer is
-    not possible.
+    resume_from: the checkpoint to resume from, or None for a new run. A resumed run loads the
+    weights of `--init_from` only under LoRA. Raises ConfigurationError if the directory has no
+    weights, or if --init_optimizer is not possible.
     """
     model = settings.model
     if model.init_from is None:
@@ -126,8 +127,8 @@ def weights_origin(
 ) -> dict[str, Any] | None:
     """Return {path, run_id, step, sha256, ...} of the weights of `--init_from`, to be recorded.
 
-    Returns None if this start does not load these weights (see `origin_directory`). Raises
-    ConfigurationError if the files differ from their manifest.
+    Returns None if these weights are not to be loaded (see `origin_directory`). Raises
+    ConfigurationError if the files differ from the checkpoint's manifest.
     """
     directory = origin_directory(settings, strategy, resume_from)
     if directory is None:

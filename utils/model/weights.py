@@ -68,10 +68,11 @@ class Quantized(NamedTuple):
 
 
 def base_weights(settings: RunSettings) -> dict[str, Any] | None:
-    """Return {"sha256": digests} of a LoRA run's base weights, or {"commit": hash} on the Hub.
+    """Return data that identifies the base weights of a LoRA run.
 
-    Returns None without LoRA, or if the directory has no known weight files. Only rank 0 calls
-    this. Raises ConfigurationError, OSError.
+    For a directory this is {"sha256": digests of the files}, or None if the directory has no known
+    weight files. For a model of the Hub this is {"commit": hash}. Returns None without LoRA. Only
+    rank 0 calls this. Raises ConfigurationError, OSError.
     """
     model = settings.model
     if not model.use_peft:
@@ -89,8 +90,9 @@ def base_weights(settings: RunSettings) -> dict[str, Any] | None:
 def load_strictly(path: str, *, exact: bool, **arguments: Any) -> PreTrainedModel:
     """Load a model by from_pretrained and check that its tensors fit. All ranks must call this.
 
-    Raises ConfigurationError on all ranks for tensors that are missing or have another shape. With
-    `exact`, this includes tensors that the model does not have. transformers would only warn.
+    Raises ConfigurationError on all ranks if the files lack a tensor or a tensor has another shape.
+    exact: also raise this error if the files have a tensor that the model lacks. transformers would
+    only warn.
     """
     if deepspeed.is_deepspeed_zero3_enabled():
         # Under ZeRO-3 transformers only reports missing tensors, and only raises on rank 0.
@@ -155,9 +157,9 @@ def weights_dtype(model: ModelArguments, config: PreTrainedConfig) -> torch.dtyp
 
 
 def model_contents(settings: RunSettings) -> dict[str, Any] | None:
-    """Return the content of the model's configuration file, to compare at a resume.
+    """Return the content of the model's configuration file, to detect changes at a resume.
 
-    Returns None for a model of the Hub, and if the configuration is in the run's own checkpoint.
+    Returns None for a model of the Hub, and if the run's own checkpoint has the configuration.
     """
     model = settings.model
     if model.model_config is not None:
@@ -288,10 +290,10 @@ def check_quantization(settings: RunSettings, config: PreTrainedConfig, strategy
 def quantized_loading(
     settings: RunSettings, config: PreTrainedConfig, dtype: torch.dtype, found: Quantized | None
 ) -> dict[str, Any]:
-    """Return the arguments of from_pretrained that load layers in 4 bits; {} without `found`.
+    """Return the arguments of from_pretrained that load layers in 4 bits.
 
-    found: the layers to quantize. Their matrix products have the type of mixed precision, or
-    `dtype` without mixed precision.
+    found: the layers to quantize. The result is {} for None. The matrix products of these layers
+    have the type of mixed precision, or `dtype` without mixed precision.
     """
     if found is None:
         return {}

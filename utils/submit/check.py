@@ -5,8 +5,8 @@
 
 DIRECTORY       where sbatch was called
 FIELDS          names of squeue's fields, joined by commas
-ANSWER          squeue's output for the job; each value is padded to WIDTH bytes, so that text in a
-                value cannot look like another field
+ANSWER          squeue's output for the job; each value is padded to FIELD_BYTES bytes, so that text
+                in a value cannot look like another field
 REFUSAL to QOS  see SlurmAnswers
 COUNT           the number of OPTIONS
 """
@@ -102,7 +102,8 @@ def plan_job(
 ) -> tuple[Allocation, StrategyConfig]:
     """Return the nodes and processes that the job will have, and the job's accelerate config.
 
-    gpus: GPUs per node. Raises UnfitClusterError if a job without GPUs would train on GPUs.
+    gpus: GPUs per node. Raises UnfitClusterError if the job asks for no GPU, but its settings do
+    not choose the CPU.
     """
     first_node = {  # the variables that Slurm will set on the job's first node
         "SLURM_JOB_ID": job["JobID"],
@@ -139,8 +140,8 @@ def job_fields(fields: str, answer: str) -> dict[str, str]:
 def note_bad_nodes(options: Sequence[str], kind: str, partition: str) -> None:
     """Print which nodes of a partition are bad (see `bad_nodes`), and the option to exclude them.
 
-    options: sbatch's options. If these choose the nodes, nothing is printed. kind: the name of the
-    job script.
+    options: sbatch's options. Nothing is printed if they choose the nodes by --nodelist. kind: the
+    name of the job script.
     """
     text = " ".join(options)
     if re.search(r"(^| )(--nodelist|-w)", text):

@@ -118,7 +118,10 @@ def _limit_violations(
 def _check_nodes(
     job: Mapping[str, str], gpus: int, names: list[str], answers: SlurmAnswers
 ) -> None:
-    """Raise UnfitClusterError if no node in the partitions `names` can run the job, up or down."""
+    """Raise UnfitClusterError if no node in the partitions `names` has the job's resources.
+
+    Nodes that are down count as well.
+    """
     rows = [line.split("|") for line in answers.nodes.splitlines()]
     nodes = [dict(zip(_COLUMNS, row[1:], strict=False)) for row in rows if row[0] in names]
     options = []

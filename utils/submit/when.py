@@ -5,7 +5,8 @@
 Slurm forecasts when the jobs start (sbatch --test-only). Nothing is submitted. A dry run for each
 number of nodes checks batch size and memory. If the run has already trained, the forecast uses the
 measured speed. Otherwise the dry run forecasts the speed on a GPU model, such as H100-80GB (see
---assume). GPU is the name of this model, or empty. COUNT is the number of OPTIONS.
+--assume). GPU is the name of this model, or empty. COUNT is the number of OPTIONS for sbatch, which
+runs in DIRECTORY.
 """
 
 import datetime
@@ -126,9 +127,10 @@ def requested_job(words: Sequence[str], directory: str, kind: str, gpu: str) -> 
 def candidate_time_limits(asked_s: int, overhead_s: float, run_s: float) -> list[int]:
     """Return a list of time limits to compare, in seconds, the longest first.
 
-    The limits are 1, 1/2, 1/4 and 1/8 of `asked_s`, and the shortest limit in which the training
-    ends. overhead_s: seconds of each job without training. run_s: seconds of training. Limits below
-    twice `overhead_s` are left out. Raises ConfigurationError if `asked_s` itself is too short.
+    The limits are `asked_s`, a half, a quarter and an eighth of `asked_s`, and the shortest limit
+    in which the training ends. overhead_s: the seconds of a job in which it does not train. run_s:
+    seconds of training. Limits below twice `overhead_s` are left out. Raises ConfigurationError if
+    `asked_s` itself is too short.
     """
     enough_s = math.ceil(1.1 * (run_s + overhead_s) / 600) * 600
     found = {min(asked_s, enough_s), *(asked_s // part // 60 * 60 for part in (1, 2, 4, 8))}
@@ -142,11 +144,11 @@ def candidate_time_limits(asked_s: int, overhead_s: float, run_s: float) -> list
 def forecast_jobs(
     wait_s: float, run_s: float, until_signal_s: float, startup_s: float
 ) -> tuple[int, float, float]:
-    """Return (number of job starts, seconds in all jobs together, seconds until the training ends).
+    """Return (number of job starts, seconds of all starts together, seconds until training ends).
 
-    The job waits `wait_s` before each start. After `startup_s` the job trains until Slurm's stop
-    signal. run_s: seconds of training in all jobs. until_signal_s: seconds from a job's start to
-    the stop signal.
+    The job is requeued until the training ends. Before each start the job waits `wait_s`. After
+    `startup_s` the job trains until Slurm's stop signal. run_s: seconds of the whole training.
+    until_signal_s: seconds from a start to the stop signal.
     """
     starts = math.ceil(run_s / (until_signal_s - startup_s))
     busy_s = run_s + starts * startup_s
