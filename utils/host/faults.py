@@ -84,8 +84,8 @@ def storage_error(error: BaseException) -> StorageError | None:
 def memory_cause(error: BaseException, killed: bool) -> BaseException | None:
     """Search `error` and its causes for a lack of memory; return the exception found, or None.
 
-    killed: True if the kernel killed a process of this job for lack of memory. Only then a lost
-    data worker counts as a lack of memory.
+    killed: whether the kernel killed a process of this job for lack of memory. If True, the loss of
+    a data worker counts as a lack of memory.
     """
 
     def lacks_memory(one: BaseException) -> bool:

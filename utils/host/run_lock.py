@@ -49,8 +49,8 @@ def take_run_lock(output_dir: Path) -> None:
     """Take the run lock of a directory for this process. Only rank 0 calls this function.
 
     This process holds the lock until it calls `leave_run_lock` or ends. If another process owns the
-    lock, wait up to WATCH_S seconds for a heartbeat of that owner. Raises ConfigurationError if a
-    heartbeat comes. Raises OSError.
+    lock, wait up to WATCH_S seconds for a heartbeat of that owner. Raises OSError, and
+    ConfigurationError if a heartbeat comes.
     """
     leave_run_lock(output_dir)  # this process may still hold the lock of an earlier run
     _locks[output_dir.resolve()] = RunLock(output_dir)
@@ -83,20 +83,20 @@ def leave_run_lock(output_dir: Path) -> None:
 def note_error(error: str) -> None:
     """Store the error that ends this process, with secrets masked.
 
-    The lock's next heartbeat or `leave_run_lock` writes this error into the owner file.
+    The run lock's next heartbeat or `leave_run_lock` writes this error to the process's owner file.
     """
     for lock in _locks.values():
         lock.error = redact(error)[:LONGEST_ERROR]
 
 
 def note_phase(phase: str) -> None:
-    """Begin a phase such as "training". The lock's next heartbeat writes it to the owner file."""
+    """Begin a phase such as "training". The run lock's next heartbeat writes it to a file."""
     for lock in _locks.values():
         lock.phases.begin(phase)
 
 
 def note_energy(kwh: float) -> None:
-    """Store the training energy in kWh. The lock's next heartbeat writes it to the owner file."""
+    """Store the training energy in kWh. The run lock's next heartbeat writes it to a file."""
     for lock in _locks.values():
         lock.kwh = kwh
 
@@ -227,7 +227,7 @@ def run_owners(output_dir: Path) -> Iterator[RunOwner]:
 
 
 class RunLock:
-    """The run lock of one directory. Creating it takes the lock, `leave_run_lock` releases it."""
+    """The run lock of one directory. The constructor takes the lock."""
 
     def __init__(self, output_dir: Path):
         self.output_dir, self.folder = output_dir, output_dir / LOCK_FOLDER
@@ -345,7 +345,7 @@ def _restart_counts() -> tuple[int, int]:
 
 
 def _machine() -> str:
-    """Return the boot id and pid namespace as text. Pids are comparable if the texts are equal."""
+    """Return the boot id and pid namespace. Processes have comparable pids only if both agree."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
@@ -362,7 +362,7 @@ def _owner_changes(folder: Path) -> Iterator[tuple[int, RunOwner | None]]:
 
 
 def _newest_owner(folder: Path) -> tuple[int, RunOwner | None]:
-    """Return the highest number of an owner file (0: no file) and its owner (None: damaged)."""
+    """Return the highest number of an owner file, or 0; and its owner, or None if it is damaged."""
     number = max(_owner_numbers(folder), default=0)
     try:
         return number, _read_owner(folder, number)

@@ -49,7 +49,7 @@ class Spike:
     def all_steps(self) -> str:
         """The steps of all log lines of the spike, as text for `status.py --step`.
 
-        For a spike of more than 20 (LONGEST) steps, only the steps of the first log line.
+        For a spike of more than 20 (LONGEST) steps, the text has the steps of the first log line.
         """
         last = self.last_step if self.last_step < self.begin + LONGEST else self.step
         return str(last) if self.begin == last else f"{self.begin}-{last}"

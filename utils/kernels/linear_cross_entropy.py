@@ -160,7 +160,10 @@ class ChunkedHead:
         self.product = torch.empty_like(self.weight) if product else None
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states, weight and bias. None means "not needed"."""
+        """Return the gradients of hidden states, weight and bias.
+
+        None replaces a gradient that is not needed.
+        """
         weight, bias = self.weight_gradient, self.bias_gradient
         if len(self.weight) != self.vocabulary:  # a view would stop autograd from adding in place
             weight = None if weight is None else weight[: self.vocabulary]

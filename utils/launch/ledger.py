@@ -85,7 +85,7 @@ def record_faults(faults: Iterable[Fault]) -> str:
 
 
 def read_ledger() -> tuple[list[Fault], int]:
-    """Return (list of faults, oldest first; number of damaged lines). Raises OSError."""
+    """Return (faults in the ledger, oldest first, number of damaged lines). Raises OSError."""
     faults, damaged = [], 0
     lines = ledger_path().read_bytes().splitlines() if ledger_path().exists() else []
     for line in filter(bytes.strip, lines):
@@ -194,7 +194,7 @@ def plan_to_leave_out(own: Sequence[str], asked: str, nodes: str) -> list[str]:
     asked  the job's excluded nodes, required nodes and reservation (squeue's %x|%n|%v)
     nodes  the nodes of the job's partition (sinfo's %N|%t|%c|%m|%G|%f)
 
-    The job must be able to start again. So at least as many fitting nodes remain as the job had. A
+    Enough nodes remain for the job's next start: at least as many fitting nodes as the job had. A
     node fits if it is up and has the cores, memory, GPUs and features of a node in `own`.
     """
     excluded, required, reservation = asked.replace("(null)", "").split("|")

@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(directory: Path, verdict: Verdict) -> None:
-    """Report a failed run, and send a message at any end. In jobs, the job script does both."""
+    """Send a message about a run's end, and report a failure. Job scripts do this themselves."""
     for file in directory.rglob(RUN_STARTED):  # only rank 0 writes this file
         output_dir = Path(file.read_text(encoding="utf-8").strip())
         if verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED, CTRL_C_CODE):
@@ -189,9 +189,9 @@ def run(command: list[str], signals: StopSignals) -> Verdict:
 
 
 def leave_or_print(verdict: Verdict) -> Verdict:
-    """Write the verdict of a job that failed or stopped to a file. Print it without a job script.
+    """Write the verdict of a job that failed or stopped to a file; return the job's first verdict.
 
-    Return the first verdict of the job, which another node's launcher may have written.
+    Another node's launcher may have written it. Without a job script, print this first verdict.
     """
     if verdict.exit_code == ExitCode.DONE:
         return read_verdict() or verdict  # a stop at max_gpu_hours has written a verdict

@@ -181,7 +181,7 @@ def requested_replicas(environment: Mapping[str, str]) -> int:
 
 
 def report_groups(launch: LaunchFacts, per_node: int) -> None:
-    """Log HSDP's copies of the states and their shards; warn if a copy is spread over nodes.
+    """Log the number of HSDP's copies and of shards per copy; warn if a copy needs several nodes.
 
     per_node: the number of GPUs on a node
     """

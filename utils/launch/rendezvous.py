@@ -146,7 +146,7 @@ def _collect_facts(allocation: Allocation, facts: Mapping[str, Any], timeout_s: 
 
 
 def _send_facts(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) -> list[str]:
-    """Send this node's facts to the first node; return the problems that the first node answers.
+    """Send this node's facts to the first node; return the problems that the first node sends back.
 
     timeout_s: seconds in which the first node must accept the connection
     """

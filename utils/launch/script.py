@@ -364,10 +364,10 @@ def _end_refused(error: ConfigurationError, of_this_rank: bool = False) -> int:
 def _show_error(lines: list[str], again: list[str]) -> None:
     """Write `lines` to stderr now, and `again` to stderr below the launcher's traceback.
 
-    slurm/launch_node.sh needs no `again`. torchrun prints the file TORCHELASTIC_ERROR_FILE last, so
-    `again` is written to this file. But torchrun does not print the file after Ctrl-C, and
-    `accelerate launch` of one process never prints it. Then a shell waits for the launcher's end,
-    at most 5 s, and prints `again`.
+    Under slurm/launch_node.sh, `again` is not written. torchrun prints the file
+    TORCHELASTIC_ERROR_FILE last, so `again` is written to this file. Exception: torchrun does not
+    print the file after Ctrl-C, and `accelerate launch` of one process never prints it. In these
+    cases a shell waits for the launcher's end, at most 5 s, and prints `again`.
     """
     write_error("".join(f"{line}\n" for line in lines))
     if NODE_DIR in os.environ:  # slurm/launch_node.sh prints the cause last

@@ -58,7 +58,7 @@ class AdapterPlan:
 def with_adapters(built: PreTrainedModel, model: ModelArguments) -> nn.Module:
     """Return the model with LoRA's adapters. Without LoRA, freeze weights and return the model.
 
-    This freezes weights that get no gradient and weights that --freeze or --train_only excludes.
+    The frozen weights get no gradient, or --freeze or --train_only excludes them from training.
     """
     if not model.use_peft:
         freeze_unused(built)

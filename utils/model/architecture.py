@@ -212,7 +212,7 @@ def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def has_experts(built: PreTrainedModel) -> bool:
-    """Return whether a model routes tokens to experts. Architectures have no common setting for it."""
+    """Return whether a model routes tokens to experts. This reads the layers, not settings."""
     return bool(routers(built)) or any(map(expert_count, built.modules()))
 
 
@@ -292,7 +292,7 @@ def non_text_name_parts(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def non_text_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
-    """Return {name: parameter} of parts that text does not use, such as image towers."""
+    """Return {name: parameter} of parts for other modalities than text, such as image towers."""
     if not set(getattr(model.config, "sub_configs", {})) - {"text_config"}:
         return {}
     used = {

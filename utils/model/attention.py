@@ -224,8 +224,8 @@ def choose_isolated_attention(
     """Return the first attention of `attention_choices` that passes `check_isolation`.
 
     For the arguments see `attention_choices`. Raises ConfigurationError if no attention passes. If
-    no small model runs on `device`, the check is impossible. In this case return an unchecked
-    attention with `whole_rows`, and raise ProbeError without `whole_rows`.
+    no small model runs on `device`, the check is impossible. In this case raise ProbeError, but
+    return an unchecked attention if `whole_rows` is True.
     """
     refusals: list[ConfigurationError] = []
     try:

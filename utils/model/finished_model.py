@@ -54,7 +54,7 @@ def check_token_ids(found: GenerationConfig) -> None:
 def finished_generation(
     model: Any, tokenizer: PreTrainedTokenizerBase, data: PackedDataset, padded: bool = False
 ) -> GenerationConfig | None:
-    """Return the model's generation settings, which stop at tokens that end answers in `data`.
+    """Return the model's generation settings, with stops at tokens that end answers in `data`.
 
     padded: whether the embedding has more rows than the tokenizer has tokens. Generation then never
     chooses an id without a token. Returns None if the model cannot generate.

@@ -35,9 +35,9 @@ from utils.model.architecture import (
 class TokenProducts:
     """Counts from which model FLOPs per token are computed.
 
-    forward: the number of weights that multiply a token, with only the experts that the token uses.
-    trained: the number of these weights that are trained. attention: for each attention layer,
-    heads x head_dim and the window in tokens, or None for a layer without a window.
+    forward: the number of weights that multiply a token. Only experts to which a token is routed
+    count. trained: the number of these weights that are trained. attention: for each attention
+    layer, heads x head_dim and the window in tokens, or None for a layer without a window.
     """
 
     forward: float

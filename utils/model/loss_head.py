@@ -289,8 +289,8 @@ def router_term(
 ) -> RouterTerm | None:
     """Return the load-balancing loss that training adds to the cross-entropy, or None.
 
-    Fine-tuning always adds this loss, like TRL. Pretraining adds it if the model's configuration
-    sets output_router_logits. `given` replaces the configuration's coefficient. Raises
+    Fine-tuning always adds this loss, as TRL does. Pretraining adds it if the configuration sets
+    output_router_logits. `given` replaces the configuration's coefficient. Raises
     ConfigurationError if `given` is set for a model without a load-balancing loss.
     """
     text: Any = config.get_text_config()

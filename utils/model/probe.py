@@ -80,7 +80,7 @@ def fork_random(device: torch.device) -> contextlib.AbstractContextManager[None]
 
 
 def probe_config(model_config: PretrainedConfig, device: torch.device = CPU) -> PretrainedConfig:
-    """Return the configuration of a small model with the model's head dimension and windows.
+    """Return the configuration of a small model with the same head dimension and windows.
 
     The small model has the first layer of each type, or two layers if all have the same type. It
     has one or two key/value heads, or all heads if it does not run with fewer. This function runs
@@ -181,7 +181,7 @@ def _run_once(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _cut_config(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
-    """Return the configuration with a small text model. cut_heads: reduce the heads as well."""
+    """Return the configuration with a small text model. cut_heads: whether to use fewer heads."""
     whole = copy.deepcopy(model_config)
     config = whole.get_text_config(decoder=True)
     if config is not whole:

@@ -64,9 +64,8 @@ def stage_of(settings: RunSettings) -> Path | None:
 def weights_directory(settings: RunSettings) -> Path:
     """Return the directory or the Hub name from which a new run loads its weights.
 
-    A resumed run uses the directory that it recorded for the same `--init_from`. The run that
-    `--init_from` names may have newer weights by now. Raises ConfigurationError if the directory
-    has no weights.
+    A resumed run uses the directory that it recorded for the same `--init_from`, even if the
+    earlier run has newer weights by now. Raises ConfigurationError if the directory has no weights.
     """
     init_from = settings.model.init_from
     if init_from is None:

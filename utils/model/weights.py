@@ -54,7 +54,7 @@ COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Quantized(NamedTuple):
     """The layers in 4 bits.
 
-    weights: their total number of weights. largest: the number of weights in the largest layer.
+    weights: the number of weights in all these layers. largest: the number in the largest layer.
     """
 
     layers: list[str]
@@ -249,8 +249,8 @@ def load_model(
 def quantized_layers(model: ModelArguments, config: PreTrainedConfig) -> Quantized | None:
     """Return the layers to load in 4 bits, or None without --load_in_4bit.
 
-    These are the text model's linear layers except the LM head. `model` must have full names in
-    lora_target_parameters, as in AdapterPlan.
+    These are the text model's linear layers except the LM head. `model` is that of an AdapterPlan,
+    so that lora_target_parameters has full names.
     """
     if not model.load_in_4bit:
         return None

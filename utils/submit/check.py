@@ -212,7 +212,7 @@ def report_end(job: Mapping[str, str], options: Sequence[str], job_script: Path)
 
 
 def gpus_per_node(job: Mapping[str, str]) -> int:
-    """Return the number of GPUs per node, also if the job requests GPUs per task or per job."""
+    """Return the number of GPUs per node, even if the job requests GPUs per task or per job."""
     nodes = int(job["NumNodes"])
     return (
         count_gpus(job["tres-per-node"])

@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class Request:
-    """A job's resources, as sbatch read its options. time: --time as text. gpus: GPUs per node."""
+    """The resources that a job requests. time: --time as text. gpus: GPUs per node."""
 
     nodes: int
     time: str
