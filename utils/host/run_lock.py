@@ -198,10 +198,7 @@ class RunOwner:
         return not self.left and not self.gone and self.age_s < 2 * WATCH_S
 
     def belongs_to(self, slurm: Mapping[str, Any]) -> bool:
-        """Return whether this process belongs to a job, by the job's id and restart counts.
-
-        slurm: the description of the job in provenance.json
-        """
+        """Return whether job id and restart counts equal those in `slurm`, from provenance.json."""
         counts = (int(slurm.get(name) or 0) for name in ("restart_count", "restart_in_job"))
         return (self.job, *self.restart_counts) == (slurm.get("job_id"), *counts)
 
@@ -362,7 +359,10 @@ def _owner_changes(folder: Path) -> Iterator[tuple[int, RunOwner | None]]:
 
 
 def _newest_owner(folder: Path) -> tuple[int, RunOwner | None]:
-    """Return the highest number of an owner file, or 0; and its owner, or None if it is damaged."""
+    """Return the highest number of an owner file, and the owner that this file describes.
+
+    Without an owner file, the number is 0. For a damaged file, the owner is returned as None.
+    """
     number = max(_owner_numbers(folder), default=0)
     try:
         return number, _read_owner(folder, number)

@@ -85,7 +85,7 @@ def record_faults(faults: Iterable[Fault]) -> str:
 
 
 def read_ledger() -> tuple[list[Fault], int]:
-    """Return (faults in the ledger, oldest first, number of damaged lines). Raises OSError."""
+    """Return the ledger's faults, oldest first, and its number of damaged lines. Raises OSError."""
     faults, damaged = [], 0
     lines = ledger_path().read_bytes().splitlines() if ledger_path().exists() else []
     for line in filter(bytes.strip, lines):

@@ -80,9 +80,10 @@ SHUTDOWN_TIMEOUT_S = 5
 class StopSignals:
     """The handler of SIGUSR1, SIGTERM and Ctrl-C. It writes STOP, a file that stops the workers.
 
-    The file is in the node's directory. Some signals end the launcher instead: any signal before
-    the workers start; SIGTERM after a launcher wrote why the job ended, because srun then ends all
-    nodes; Ctrl-C before or after training; a second Ctrl-C; and SIGINT in a job.
+    The file is in the node's directory. Some signals end the launcher instead:
+    any signal  before the workers start
+    SIGTERM     after a launcher wrote why the job ended, because srun then ends all nodes
+    Ctrl-C      before and after training, at a second press, and always in a job script
     """
 
     def __init__(self) -> None:

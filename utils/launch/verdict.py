@@ -177,10 +177,10 @@ def read_job_verdict(slurm: Mapping[str, Any]) -> str | None:
 
 
 def causes_in_log(log: str, slurm: Mapping[str, Any]) -> tuple[str, str]:
-    """Return (job script's reason, Slurm's reason) for a job's end from a log. Each may be "".
+    """Return the reasons for a job's end that its log shows: (job script's reason, Slurm's reason).
 
-    log: the text of the job's log. If the job was restarted, the log covers all starts. slurm: the
-    description of one start of the job in provenance.json
+    A reason is "" if the log does not show it. log: the text of the log. If the job was restarted,
+    the log covers all starts. slurm: the description of one start of the job in provenance.json
     """
     # Starts count from 1 and restarts from 0. The last line of a start names the next start.
     name, number = name_of_job(slurm), int(slurm.get("restart_count") or 0) + 1

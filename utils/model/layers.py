@@ -11,10 +11,10 @@ Before each product both matrices are scaled and rounded to fp8. A scale is comp
 largest value of each row (`rowwise`) or of the whole matrix (`tensorwise`). Weights, gradients and
 optimizer states keep their types, so checkpoints and `final/` do not change.
 
-These layers stay in bf16: the LM head and routers, because rounding them changes the loss most;
-experts, because they are not linear layers; the first decoder layer; and layers with sizes that fp8
-kernels do not support. torchtitan keeps the LM head in bf16. accelerate keeps the first and the
-last linear layer in bf16.
+The LM head and routers stay in bf16, because rounding them changes the loss most. Experts stay in
+bf16, because they are not linear layers. The first decoder layer stays in bf16, and so do layers
+with sizes that fp8 kernels do not support. torchtitan keeps the LM head in bf16. accelerate keeps
+the first and the last linear layer in bf16.
 """
 
 import dataclasses
