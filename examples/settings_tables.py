@@ -20,7 +20,10 @@ from utils.config.declarations import Declaration, declared_settings, help_file,
 
 DOCUMENT = ROOT / "docs" / "settings.md"
 MARKS = "<!-- all settings: make figures -->", "<!-- end of all settings -->"
-TYPES = {bool: "true or false", int: "integer", float: "number", dict: "JSON", list: "list"}
+TYPES = {
+    **{int: "integer", float: "number", dict: "JSON", list: "list"},
+    **{str: "text", bool: "true or false"},
+}
 MOST_CHOICES = 8  # the page shows that many; `--help NAME` shows all
 
 
