@@ -52,11 +52,12 @@ PROOFS = {
     ),
     "full_disks": (
         "Runs on file systems of many sizes",
-        "The rows name the limit of checkpoints (`save_total_limit`). In the background means "
-        "`async_save`. Half a checkpoint is the free space of that disk. A run without enough "
-        "space is refused with exit code 74 before its first step, or ends with 74 later. A result "
-        "is wrong if a checkpoint was lost or damaged, or if the final weights differed after room "
-        "was made.",
+        "The names of the rows give the limit of checkpoints (`save_total_limit`). Rows `in the "
+        "background` use `async_save`. In the rows `beside half a checkpoint`, the disk has free "
+        "space for half a checkpoint. A run without enough space is refused with exit code 74 "
+        "before its first step, or ends with 74 later. A result is wrong if a checkpoint was lost "
+        "or damaged. It is also wrong if the run continued after room was made and ended with "
+        "other weights.",
     ),
     "soak": (
         "An hour of jobs on a Slurm of two nodes",
