@@ -7,6 +7,6 @@ rehearsal          takes a step with tiny weights, so that libraries check their
 memory_trace       counts the memory of a training step on fake tensors
 memory_estimate    estimates memory per device, and the bytes of a checkpoint
 memory_plan        chooses the activation checkpointing that fits, or advises other settings
-ranks              reports groups, weights and samples of three ranks if a run uses several nodes
+ranks              reports groups, weights and samples of three ranks in a dry run for several nodes
 forecast           predicts the speed on another machine's GPUs, and the best settings for them
 """

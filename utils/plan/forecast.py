@@ -84,8 +84,8 @@ class Candidate:
 class Planner:
     """A predictor of memory and speed on `gpus`, with the run's settings or with changed settings.
 
-    document_tokens: the mean length of documents in tokens, weighted by length. products: counts of
-    the model's multiplications, from which FLOPs per token are computed.
+    document_tokens: the mean length of documents in tokens, weighted by length. products: the
+    number of weights and the attention sizes, from which FLOPs per token are computed.
     """
 
     setup: Setup

@@ -51,9 +51,9 @@ class MemoryPlan:
     """The chosen activation checkpointing and the predicted memory, for provenance.json.
 
     choice: the chosen mode. requested: the setting, which may be auto. predicted_bytes: {mode:
-    bytes per device}. room_bytes: usable bytes of the device with the least memory, or None.
-    sequence_bytes: bytes of one more sequence in a micro-batch (without a GPU, an upper bound).
-    sharded_bytes: bytes per device under fsdp2 (without a GPU, under the run's strategy).
+    bytes per device}. room_bytes: usable bytes of the device with the least memory. None means
+    unknown. sequence_bytes: bytes of one more sequence in a micro-batch (without a GPU, an upper
+    bound). sharded_bytes: bytes per device under fsdp2 (without a GPU, under the run's strategy).
     context_bytes: {context_parallel: bytes per device} for the next larger possible value. {}
     without a GPU, or if a micro-batch has several sequences.
     """

@@ -107,7 +107,8 @@ class StepPart:
     A tensor is live until its last reference is gone. change: {name of a part: growth, during this
     part, of the live bytes that the named part allocated}. The growth is negative if this part
     frees tensors of the named part. peak: the largest growth of all live bytes since this part
-    began. gradients: bytes of a layer's gradients if this part is its backward pass, else 0.
+    began. gradients: bytes of the layer's gradients, which are live when its backward pass ends.
+    They are 0 if this part is no backward pass.
     """
 
     name: str
@@ -346,7 +347,7 @@ def layer_kinds(layers: Sequence[nn.Module]) -> list[int]:
 def _run_first_layers(layers: Sequence[nn.Module], live: LiveBytes) -> Callable[..., Any]:
     """Return a replacement for the layers' __call__ that runs only the first layer of each kind.
 
-    kind: see `layer_kinds`. For other layers, it returns the hidden states that it got.
+    `layer_kinds` defines a kind. For other layers, the function returns the hidden states it got.
     """
     numbers, kinds = {layer: number for number, layer in enumerate(layers)}, layer_kinds(layers)
     outputs: dict[int, Any] = {}  # what layers return besides the hidden states
@@ -382,7 +383,7 @@ def _repeat_parts(parts: Sequence[StepPart], kinds: Sequence[int]) -> list[StepP
     """Return the parts of a step in which all layers run.
 
     parts: the parts of a step in which one layer of each kind ran. Each layer gets the parts of
-    the first layer of its kind. Its part AUTOCAST_ENDS frees copies of all layers' weights.
+    the first layer of its kind. At AUTOCAST_ENDS, the copies of all layers' weights are freed.
     """
     by_name = {part.name: part for part in parts}
     passes = {FORWARD: kinds, BACKWARD: kinds[::-1]}

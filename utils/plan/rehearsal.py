@@ -146,7 +146,7 @@ def _check_options(
 ) -> None:
     """Raise ValueError for a key of optim_args that does not change the optimizer's options.
 
-    given: optim_args as a dict. defaults: the default options of the built optimizer.
+    given: optim_args as a dict. defaults: the options with which Trainer built the optimizer.
     """
     pairs = [f"{key}={value}" for key, value in given.items()]
     for pair, (key, value) in zip(pairs, given.items(), strict=True):
@@ -195,7 +195,7 @@ def optimizer_pairs(text: str | None) -> dict[str, str]:
 
 
 def muon_options(text: str | None) -> dict[str, Any]:
-    """Return Muon's options momentum and ns_steps. Raises ValueError for wrong optim_args."""
+    """Return Muon's momentum and ns_steps, with defaults. Raises ValueError for wrong options."""
     given = {"momentum": "0.95", "ns_steps": "5"} | optimizer_pairs(text)
     with suppress(ValueError):
         momentum, iterations = float(given.pop("momentum")), int(given.pop("ns_steps"))

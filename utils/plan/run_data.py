@@ -110,7 +110,7 @@ def choose_sizes(
     """Return the settings with derived values for a missing sequence_length or global_batch_size.
 
     Derived values are logged. A resumed run keeps its values, even if the number of ranks or the
-    micro-batch changed. Raises ConfigurationError if training data cannot be read.
+    micro-batch changed. Raises ConfigurationError if a dataset cannot be opened.
     """
     if not _unset_settings(settings, ("sequence_length", "global_batch_size")):
         return settings

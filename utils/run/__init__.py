@@ -1,6 +1,6 @@
 """A run, from the first start of the training script to the finished model in final/.
 
-start       sets up the process, locks output_dir, finds the checkpoint to resume from
+start       sets up the process, locks output_dir or checks it in a dry run, finds the checkpoint
 raw_data    tokenizes raw files of train_data before the training, in worker processes
 staging     copies the datasets to each node's own disk
 preflight   checks before training: equal settings on all ranks, space and permissions in output_dir

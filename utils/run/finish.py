@@ -164,10 +164,10 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
 def leave_run(settings: RunSettings, launch: LaunchFacts, code: int) -> int:
     """Upload and benchmark final/, release the run lock, and return the process's exit code.
 
-    Rank 0 uploads if push_to_hub is set, and runs the benchmarks that lm_eval_tasks names. A failed
-    upload or benchmark does not change the exit code. code: the result of `finish_run`.
-    GPU_HOURS_SPENT becomes DONE. The caller must delete the trainer first, because benchmarks need
-    its memory.
+    After a complete run, rank 0 uploads if push_to_hub is set, and runs the benchmarks that
+    lm_eval_tasks names. A failed upload or benchmark does not change the exit code. code: the
+    result of `finish_run`. GPU_HOURS_SPENT becomes DONE. The caller must delete the trainer first,
+    because benchmarks need its memory.
     """
     args, tasks = settings.training, settings.run.lm_eval_tasks
     output_dir, push = settings.output_dir, settings.values["push_to_hub"]

@@ -30,8 +30,9 @@ def prepare_raw_data(settings: RunSettings) -> None:
 
     All ranks must call this. Rank 0 starts worker processes, so that their memory is free before
     training. The other ranks wait over gloo, at most a day. A dry run raises Answer with the
-    command that tokenizes the files. Raises ConfigurationError if the files are larger than
-    1 GB (LARGEST_RAW_BYTES), in a Slurm batch job, or if the files changed since the run began.
+    command that tokenizes the files. Raises ConfigurationError if the files are larger than 1 GB
+    (LARGEST_RAW_BYTES), if this is a Slurm batch job or its submission, or if the files changed
+    since the run began.
     """
     if (raw := settings.raw) is None:
         return

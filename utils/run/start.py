@@ -356,7 +356,8 @@ def _check_weights(
     """Check that the tensors in the weights files have the names and shapes of the model's tensors.
 
     origin: the weights directory of --init_from, or None. Raises ConfigurationError if names or
-    shapes differ, or if weights are missing from the Hub cache and there is no network.
+    shapes differ. Also raises ConfigurationError if weights are missing from the Hub cache and this
+    process is offline or submits a job, because jobs have no network.
     """
     model = settings.model
     if origin is None and (model.init_from is not None or model.model_config is not None):

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_trackers(settings: RunSettings, name: str | None, run_id: str, step: int) -> None:
-    """Set up the trackers in `report_to` to write to output_dir and to continue the same run.
+    """Set up the trackers in `report_to` to write to output_dir. A resume continues their runs.
 
     Sets environment variables that the user has not set, and calls `wandb.init`. Rank 0 calls this
     before the Trainer is created. name: the run's name in wandb. step: the step of the checkpoint
