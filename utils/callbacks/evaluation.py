@@ -42,8 +42,7 @@ class EarlyStopping(TrainerCallback):
 
     transformers' EarlyStoppingCallback (`judge`) compares the metric metric_for_best_model. Trainer
     does not call `judge`, because `judge` would count each split and each interrupted evaluation,
-    and would lose the count on a resume. Instead, the trainer calls `take_evaluation` after each
-    evaluation.
+    and would lose the count on a resume. Instead, the trainer calls `take_evaluation`.
     """
 
     def __init__(self, patience: int, threshold: float):

@@ -120,7 +120,9 @@ class Journal(TrainerCallback):
         """Record a node in the ledger of bad nodes if one of its ranks is slow.
 
         A rank is slow if it was the slowest rank in at least 10 logs in a row and for at least 300
-        s. line: the newest training log. A node is recorded only once.
+        s. In each of these logs, the other ranks must have waited for this rank for more than
+        STOKER_SLOW_SHARE of a step (default 0.1). The value 0 turns this check off. A node is
+        recorded only once. line: the newest training log.
         """
         rank, cost, node = line["slowest_rank"], line["slowest_cost"], line["slowest_host"]
         slow = cost > number_from_environment("STOKER_SLOW_SHARE", 0.1) > 0

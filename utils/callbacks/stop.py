@@ -1,4 +1,4 @@
-"""Stops and saves at the same step on all ranks. Signals, files and time limits request them."""
+"""Stops and saves at the same step on all ranks: by signals, time limits, files STOP and SAVE."""
 
 import datetime
 import logging
@@ -89,7 +89,8 @@ class StopWatch(TrainerCallback):
     means never). After the save, the run continues.
 
     At most once a second, each rank checks whether it has received a signal. Only rank 0 checks the
-    files and the time limits. If a background save failed on any rank, all ranks raise an error.
+    files, the limits and save_minutes. If a background save failed on any rank, all ranks raise an
+    error.
 
     stopped           true if the run was stopped early; rank 0 has the `reason` as text
     spent             true if the run was stopped early because of max_gpu_hours

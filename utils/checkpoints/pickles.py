@@ -50,7 +50,7 @@ def guard_loading(strategy: str) -> None:
 
 
 def allow_known_classes(strategy: str) -> None:
-    """Allow torch.load to create the classes that occur in checkpoints of a parallel strategy."""
+    """Let torch.load with weights_only=True create the classes in checkpoints of a strategy."""
     # Not torch's context manager: on exit it also forbids classes that were allowed before.
     rebuild: Any = np.empty(0).__reduce__()[0]
     add_safe_globals([rebuild, np.ndarray, np.dtype, np.dtypes.UInt32DType])

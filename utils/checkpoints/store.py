@@ -123,7 +123,7 @@ class BackgroundWriter:
             self.directory = None
 
     def close(self) -> None:
-        """Remove the directory in /dev/shm and the process group. Call this after the last save."""
+        """Remove the directory in /dev/shm and the process group. All writing must have ended."""
         self.remove_directory()
         if self.group is not None:
             torch.distributed.destroy_process_group(self.group)
@@ -283,7 +283,7 @@ class Checkpoints:
         on_rank_0(lambda: _check_run_lock(self.output_dir))
 
     def check(self, directory: Path) -> None:
-        """Raise StorageError if a checkpoint is damaged, ConfigurationError if it is unsafe."""
+        """Raise StorageError for a damaged checkpoint, ConfigurationError if it could run code."""
 
         def check() -> None:
             step = int(directory.name.rpartition("-")[2])

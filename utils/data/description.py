@@ -59,7 +59,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Description:
-    """Statistics, content fingerprint and origin of one split. Unknown fields are empty.
+    """Statistics, content fingerprint and origin of one split. Fields without a value are empty.
 
     tokenizer    {"path": relative to the split, "sha256": ..., "vocabulary_size": ...}
     preparation  sources, settings and counts of prepare_data.py, as JSON values

@@ -103,7 +103,7 @@ class SampleOrder:
         weights: Sequence[float] | None = None,
         shuffled: bool = True,
     ):
-        """`per_source`: the sequences of each source. `shuffled`: False keeps the stored order."""
+        """`per_source`: the number of sequences of each source. `shuffled`: False keeps order."""
         self.shuffled = shuffled
         self.per_source = np.array(per_source, dtype=np.int64)
         self.first_of_source = np.cumsum(self.per_source) - self.per_source

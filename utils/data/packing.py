@@ -235,7 +235,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     sequence that has room for the piece. If no sequence has room, the piece opens a new sequence.
     Pieces of equal length are placed together. This does not change the result: a sequence that
     takes a piece remains the fullest one until it has no room for another piece of this length. The
-    time grows with the number of different lengths and free spaces, not with the number of pieces.
+    number of loop passes grows with the different lengths and free spaces, not with the pieces.
     """
     # numpy sorts 16-bit keys by radix, four times as fast.
     key_type = np.uint16 if capacity < 1 << 16 else np.int64

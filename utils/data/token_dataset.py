@@ -92,8 +92,8 @@ class TokenDataset:
     def pieces(self, segments: Segments) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Return two lists: the token ids of each segment, and the loss mask of each segment.
 
-        A mask is not 0 for trained tokens. Token ids are views of the stored data. Masks are views,
-        too, unless they are computed from labels.
+        A mask is not 0 for trained tokens. Token ids are views of the stored data. Masks are also
+        views, unless they are computed from labels.
         """
         tokens = self.columns[TOKENS]
         bounds = tokens.bounds(*segments)

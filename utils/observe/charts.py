@@ -333,7 +333,7 @@ def _draw(axes: Any, chart: Chart) -> None:
 
 
 def _with_perplexity(lines: Sequence[Line], key: str) -> list[Line]:
-    """Add `perplexity`, exp(`key`), to each line. It is infinite for losses from 690 on."""
+    """Return the lines, each with exp(`key`) as `perplexity`; infinity for losses from 690."""
     losses = column(lines, key)
     values = np.exp(np.where(losses >= 690, math.inf, losses)).tolist()
     return [{**line, "perplexity": one} for line, one in zip(lines, values, strict=True)]

@@ -146,6 +146,7 @@ def memory_by_rank(run: History) -> list[Point]:
 
 
 def _read_memory_by_rank(run: History, lines: Sequence[Line]) -> list[list[dict[str, Any]]]:
+    """Read the field `memory_by_rank` of `lines` from metrics.jsonl. `read_run` leaves it out."""
     with (run.path / FILE_NAME).open("rb") as file:
         whole = [read_line(file.readline()) for line in lines if file.seek(line["at"]) >= 0]
     return [(line or {}).get("memory_by_rank", []) for line in whole]

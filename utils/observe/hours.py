@@ -1,4 +1,4 @@
-"""GPU-hours of a run by use, the time limit `max_gpu_hours`, and the energy of the GPUs.
+"""GPU-hours of a run by use, the end of the budget `max_gpu_hours`, and the energy of the GPUs.
 
 The seconds of each phase come from the files in .lock, so metrics.jsonl is not read. The number of
 GPUs is the number of ranks. The hours of a run on CPUs are process-hours.
@@ -132,7 +132,10 @@ def _time_before_start(start: Start, began: float, before: Start | None) -> tupl
 
 
 def end_of_budget(output_dir: Path, max_gpu_hours: float | None) -> float | None:
-    """Return the unix time at which the run will have used `max_gpu_hours`; None without limit."""
+    """Return the unix time at which the run will have used `max_gpu_hours`.
+
+    None means no limit, or a run without a start.
+    """
     run = read_run(output_dir, whole=False)
     if max_gpu_hours is None or not run.starts:
         return None

@@ -37,7 +37,7 @@ class Stateful(Protocol):
         """Return {unique key: JSON value} to store in a checkpoint. All ranks must call this."""
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore this object's values from `saved`: a checkpoint's values, or {} in a new run."""
+        """Restore this object's values. `saved`: all objects' values, or {} in a new run."""
 
 
 class DataEpochs(TrainerCallback):

@@ -140,7 +140,7 @@ class LowPrecisionAdamW(AdamW):
 
         A span has the rows of a weight that one `update` call processes. `keys` has two numbers for
         each period (see the module): the index of the weight, and the index of the period's first
-        element in the unsharded weight. Both numbers determine the random rounding.
+        element in the unsharded weight. Rounding depends on these numbers, not on the sharding.
         """
         keys: list[tuple[int, int]] = []  # by period: index of the weight, first element
         for index, weight in enumerate(self._weights()):
@@ -207,7 +207,7 @@ def _update_periods(
 ) -> None:
     """Call `update` for rows from one or more periods; torch compiles this function.
 
-    start: the first row's period, and its index in this period. table: multipliers of all periods
+    start: the first row's period, and the row's index in this period. table: all multipliers
     """
     at = start[1] + torch.arange(len(part["weight"]), device=start.device)
     factors = table[:, start[0] + at // len(words)].unsqueeze(-1)
@@ -271,8 +271,8 @@ def compiled_update(
 ) -> Callable[..., None]:
     """Return `_update_periods`, compiled for tensors of these names and types.
 
-    The function is compiled with dummy tensors that have no equal sizes. If a weight with two equal
-    sizes came first, torch would treat these as always equal, and later compile again.
+    The function is compiled with dummy tensors. From a real weight, torch would assume accidental
+    properties for all weights, such as two equal sizes, and later compile again.
     """
     compiled = torch.compile(_update_periods, dynamic=True)
     device, shape = words.device, (len(words) + 7, words.shape[1])

@@ -105,8 +105,8 @@ class SavingTrainer(Trainer):
     ) -> dict[str, float]:
         """Evaluate; return the metrics. Raises NotFiniteError if an earlier step had a NaN or inf.
 
-        A save is requested if early stopping ends the run. With save_best, a save is also requested
-        at a new best step.
+        A save is requested if early stopping ends the run, unless save_strategy is "no". With
+        save_best, a save is also requested at a new best step.
 
         Trainer sets `skip_scheduler` for an evaluation before the first step. Early stopping and
         the choice of the best step ignore this evaluation. Exception: if a stop prevented this
