@@ -7,8 +7,8 @@ read        records.py reads records from all kinds of files, rows.py converts t
             for unknown columns
 chats       chat_templates.py renders chats, chat_marks.py marks their texts, chat_turns.py finds
             where turns start and end, chat_masks.py checks which text is trained on
-tokenize    tokenizer.py loads the tokenizer, encoding.py and tokenization.py compute token ids and
-            loss masks, encoding.py also reads the prompts for samples during training
+tokenize    tokenizer.py loads the tokenizer, encoding.py encodes texts and reads the prompts for
+            samples during training, tokenization.py makes token ids and loss masks and writes them
 write       units.py prepares the work units, workspace.py stores their files, pipeline.py assembles
             the datasets, append.py adds new sources to finished datasets
 """

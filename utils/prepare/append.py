@@ -1,4 +1,4 @@
-"""`prepare_data.py --append`: adds new sources to the train split of a finished dataset.
+"""Appending: `prepare_data.py --append` adds new sources to the train split of a finished dataset.
 
 OUT is output_dir. The new sources are prepared in OUT/.append, like any dataset. Then their Arrow
 files move to OUT/train under new names. A new stoker.json adds the new documents to the dataset.

@@ -247,11 +247,10 @@ class MarkedChat:
                 raise self.refused(index, problem, "text_changed")
 
     def check_texts_printed(self) -> set[int]:
-        """Check that all texts are printed. Return the messages that lack only their reasoning.
+        """Return the indices of messages that are rendered without their reasoning.
 
-        Many templates leave out the reasoning of earlier turns. The indices of these messages are
-        returned. Raises UnusableRowError if the rendering lacks the last turn's reasoning, another
-        text of a message, or a tool.
+        Many templates leave out the reasoning of earlier turns. Raises UnusableRowError if the
+        rendering lacks the last turn's reasoning, another text of a message, or a tool.
         """
         printed = Counter((mark.message, mark.kind) for mark in self.marks)
         left_out = [key for key, expected in self.expected.items() if printed[key] < expected]
@@ -290,7 +289,10 @@ class MarkedChat:
 
 
 def words_of_calls(message: Message) -> Iterator[str]:
-    """Yield the function names, keys and numbers in a message's tool calls."""
+    """Yield the function names, keys and numbers in a message's tool calls.
+
+    Keys and numbers get no marks. Therefore the checks search for these words in the rendering.
+    """
     for call in message.get("tool_calls") or []:
         yield call["function"]["name"]
         yield from _keys_and_numbers(call["function"]["arguments"])

@@ -284,7 +284,7 @@ class TurnDelimiter:
         return found
 
     def _end_of_all_calls(self, chat: MarkedChat, turn: int, ended: str, continued: str) -> int:
-        """Return the index in `ended` behind a token printed once after all calls, 0 if none is."""
+        """Return the index in `ended` behind a token that ends all calls together, else 0."""
         end = self._end_of_shared_tokens(chat, ended, continued)
         tokens = (t.group() for t in self._specials.finditer(ended) if t.end() == end)
         if (token := next(tokens, None)) is None:
@@ -342,7 +342,7 @@ class TurnDelimiter:
     # --- renderings
 
     def _text_if_continued(self, chat: MarkedChat, turn: int) -> str:
-        """Return the text between a turn and a test message behind it; "" if a chat is refused."""
+        """Return the text from a turn to a test message behind it; "" if the template refuses."""
         answer = {"role": "user"}
         if calls := chat.chat.messages[turn].get("tool_calls"):
             name, number = calls[-1]["function"].get("name", ""), calls[-1].get("id", PROBE_ID)

@@ -152,7 +152,8 @@ def _missing_files(
 def _dataset_download(cache: HubCache, path: str, source: Source) -> Download | None:
     """Return the download of a Hub dataset, or None for a local path.
 
-    Raises ValueError if there is no such dataset, split or path.
+    Raises ValueError for an unknown subset or split, or a local path that does not exist. For an
+    unknown dataset, the error of the Hub's client is raised.
     """
     dataset = hub_dataset(path, source)
     if dataset is None:
@@ -241,7 +242,7 @@ def fill_offline_dir(arguments: PreparationArguments) -> None:
     """Fill the folder `offline_dir` with the files that the settings name.
 
     Also check that the tokenizer and the model configurations load. Raises ConfigurationError if a
-    download or loading fails.
+    download or loading fails, or if this process is offline.
     """
     from huggingface_hub import is_offline_mode
     from transformers import AutoConfig

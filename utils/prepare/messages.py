@@ -124,8 +124,8 @@ def check_answers(
 ) -> None:
     """Raise UnusableRowError if messages[first_trained:] has no answer, or an empty answer.
 
-    An answer that has only a thought counts as empty. Exception: an answer with `weight: 0` may be
-    empty. column: what the error calls the messages.
+    An answer that has only a thought counts as empty, because it was cut off. Exception: an answer
+    with `weight: 0` may be empty. column: the name of the messages in the error.
     """
     answers = [m for m in messages[first_trained:] if m["role"] == ASSISTANT]
     if not answers:
@@ -147,7 +147,7 @@ def check_answers(
 
 
 def _messages_of_item(where: str, item: Any, index: int) -> Iterator[dict[str, Any]]:
-    """Yield the messages of one item of a chat: a text, a pair or an object."""
+    """Yield the messages of item `index` of a chat: a text, a pair or an object."""
     message = decode_json(item)
     if isinstance(item, str) and not are_messages([message]):
         yield {"role": ("user", ASSISTANT)[index % 2], "content": item}  # as in UltraChat
@@ -168,7 +168,7 @@ def _messages_of_item(where: str, item: Any, index: int) -> Iterator[dict[str, A
 
 
 def _split_tool_results(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a message in pieces: each `tool_result` part (Anthropic) becomes a tool message."""
+    """Yield a message, or its pieces: `tool_result` parts (Anthropic) become tool messages."""
     content = message.get("content")
     if not isinstance(content, list) or not any(map(_is_tool_result, content)):
         yield message
@@ -214,6 +214,7 @@ def _question_and_answer(where: str, message: dict[str, Any]) -> Iterator[dict[s
 
 
 def _convert_message(where: str, published: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its role, its content as one text, and its tool calls as objects."""
     message, text_key = _with_role_and_content(where, published)
     content = message.get("content")
     parts: list[Any] = []
@@ -272,7 +273,7 @@ def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict
 
 
 def _content_of_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
-    """Return `content`, `reasoning_content` and `tool_calls`, made from a message's parts."""
+    """Return {"content": text} of parts, with `reasoning_content` and `tool_calls` if any."""
     texts, thoughts, calls = [], [], []
     for part in parts:
         kind, value = "text", part

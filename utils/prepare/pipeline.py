@@ -75,7 +75,10 @@ def prepare_datasets(arguments: PreparationArguments) -> None:
 
 
 def begin_preparation(arguments: PreparationArguments) -> Preparation:
-    """Plan a preparation and load its tokenizer. Raises ConfigurationError. Writes no files."""
+    """Plan a preparation and load its tokenizer. Writes no files.
+
+    Raises ConfigurationError for unusable settings, sources and tokenizers.
+    """
     check_preparation(arguments)
     plan = plan_preparation(arguments)
     plan.log()
@@ -94,8 +97,10 @@ def begin_preparation(arguments: PreparationArguments) -> Preparation:
 def finish_preparation(given: Preparation, *, only_workers: bool = False) -> Path | None:
     """Tokenize this shard of a planned preparation, assemble datasets and return their folder.
 
-    Returns None if the datasets are not assembled yet. only_workers: tokenize only in worker
-    processes. Raises ConfigurationError for unusable rows and unfinished shards.
+    Returns None, without assembling, if other shards are unfinished or another task of the Slurm
+    job array assembles the datasets. only_workers: tokenize only in worker processes. Raises
+    ConfigurationError for unusable rows and for splits without documents. With --merge, also raises
+    ConfigurationError for unfinished shards.
     """
     arguments, plan, tokenizer = given.arguments, given.plan, given.tokenizer
     workspace = given.workspace

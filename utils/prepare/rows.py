@@ -136,7 +136,7 @@ class RowSettings:
 
     @property
     def read_columns(self) -> list[str]:
-        """The columns that the row format and the filters read, by their names in the file."""
+        """The columns to read, by their names in the file: the row format's, then the filters'."""
         own = map(self.name_of, (*REQUIRED[self.row_format], *OPTIONAL[self.row_format]))
         return list(dict.fromkeys([*own, *dict(self.filters)]))
 
@@ -248,7 +248,7 @@ def becomes_chat(fields: Mapping[str, Any], row_format: str) -> bool:
 def document_fields(
     given: Mapping[str, Any], row_format: str, columns: Sequence[tuple[str, str]] = ()
 ) -> Mapping[str, Any]:
-    """Return the fields of a row's document, such as `messages`. Raises UnusableRowError."""
+    """Return the checked fields of a row's document. Raises UnusableRowError for a bad row."""
     fields = _Row(given, columns)
     missing = [fields.quoted(name) for name in REQUIRED[row_format] if fields.get(name) is None]
     if missing:
@@ -372,7 +372,7 @@ def _answer_message(fields: _Row, text: str) -> dict[str, Any]:
 
 
 def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str, Any]]:
-    """Put the row's system text, if any, first. Raises UnusableRowError for two different texts."""
+    """Return messages, first the row's system text if any. UnusableRowError if two texts differ."""
     name, system = fields.either("system", "system_prompt")
     if not system or (isinstance(system, str) and not system.strip()):
         return messages

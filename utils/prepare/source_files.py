@@ -258,9 +258,9 @@ def _files_of_one_split(
     """Return the paths with `split` in their names.
 
     given: the user's path or glob pattern. paths: the files found for `given`. is_named: the user
-    named the split. Exception: if is_named is False, all paths are returned if their names show
-    fewer than two splits, or if `given` is a pattern and no name shows `split`. Raises ValueError
-    if the split is missing or its files have several formats.
+    named the split. Exceptions: a file that the user gave is always returned. If is_named is False,
+    all paths are returned if their names show fewer than two splits, or if `given` is a pattern and
+    no name shows `split`. Raises ValueError if the split is missing or has several file formats.
     """
     if paths == [given]:
         return paths

@@ -90,8 +90,8 @@ class TokenizedDocument:
 class DocumentTokenizer:
     """Tokenizer that returns token ids and loss masks of documents.
 
-    Texts and completions get EOS, and BOS if the tokenizer adds BOS, unless already present. Chats
-    get only the special tokens of the template. template_date: YYYY-MM-DD, printed as today's date.
+    Texts, and prompts with completions, get EOS, and BOS if the tokenizer adds BOS, unless present.
+    Chats get only the template's special tokens. template_date: printed as today (YYYY-MM-DD).
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class DocumentTokenizer:
             yield whole, start, "" if start == len(prompt) else before[-1]
 
     def _encode_chats(self, documents: list[ChatDocument]) -> Iterator[TokenizedDocument | BadRow]:
-        """Tokenize all chats together. Yield a BadRow for each unusable chat."""
+        """Yield each chat's tokens and loss mask, or a BadRow. Tokenizes all chats together."""
         masked: list[MaskedChat | BadRow] = []
         for document in documents:
             try:

@@ -82,9 +82,9 @@ def attach_template(
     """Set and check the tokenizer's chat template.
 
     template_file: None keeps the tokenizer's own template. defaults: default values for variables
-    of the template. date: logged if the template prints today's date. Raises ConfigurationError if
-    the template is missing or invalid, if it can train on none of PROBE_CHATS, or if the tokenizer
-    is not fast.
+    of the template. date: logged if the template prints today's date. Logs a line if the template
+    has no {% generation %} markers. Raises ConfigurationError if the template is missing or
+    invalid, if none of PROBE_CHATS can be trained on with it, or if the tokenizer is not fast.
     """
     if template_file is not None:
         with library_errors(template_file, "cannot be read"):
@@ -160,7 +160,7 @@ def _warn_of_unread(tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str
 
 
 def _tokenize_probe(tokenizer: "PreTrainedTokenizerBase") -> TokenizedDocument:
-    """Tokenize the first of PROBE_CHATS that can be trained on. Raises ValueError if none can."""
+    """Return the first trainable chat of PROBE_CHATS, tokenized. Raises ValueError without one."""
     found = DocumentTokenizer(tokenizer)(PROBE_CHATS)
     trained = (probe for probe in found if isinstance(probe, TokenizedDocument))
     if (probe := next(trained, None)) is None:

@@ -58,7 +58,7 @@ SourceFiles = Sequence[tuple[Source, Sequence[SourceFile]]]
 class WorkUnit:
     """A piece of a source that one worker tokenizes: consecutive parts of its files.
 
-    source: the index of the source. size: bytes on disk. max_tokens: None means no limit.
+    source: the source's index. size: bytes on disk. max_tokens: most tokens to write or None (all).
     """
 
     index: int

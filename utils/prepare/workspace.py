@@ -188,7 +188,10 @@ class Workspace:
         return replace(self, output_dir=new, replaced=folder)
 
     def publish(self) -> Path:
-        """Rename output_dir to `replaced`, if that is set. Return the datasets' folder."""
+        """Replace the datasets in the folder `replaced`, if set, by the datasets in output_dir.
+
+        Returns the folder of the finished datasets. Without `replaced`, this is output_dir.
+        """
         folder = self.replaced
         if folder is None:
             return self.output_dir
