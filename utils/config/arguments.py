@@ -261,7 +261,8 @@ def batch_sizes(last: int | None, by_step: Mapping[Any, int]) -> dict[int, int]:
     """Return {first step: global batch size from this step on}. Raises ConfigurationError.
 
     by_step: the user's mapping, where steps may be strings. last: the setting global_batch_size,
-    which must equal the last size. None skips this check.
+    which must equal the last size. Pass None if global_batch_size itself is
+    the mapping.
 
     >>> batch_sizes(128, {"0": 64, "2000": 128})
     {0: 64, 2000: 128}

@@ -247,7 +247,10 @@ class SettingValues(Mapping[str, Any]):
         return self.given.get(name, DEFAULT).source
 
     def rank(self, name: str) -> int:
-        """Return the rank of a setting's source (see SettingValue). Defaults have rank 0."""
+        """Return the rank of a setting's source (see SettingValue).
+
+        Default and derived values have rank 0.
+        """
         return self.given.get(name, DEFAULT).rank
 
     def derive(self, name: str, value: Any, why: str) -> None:

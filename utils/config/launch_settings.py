@@ -144,8 +144,9 @@ def group_sizes(variables: Mapping[str, str]) -> dict[str, str]:
 def derive_group_sizes(values: SettingValues) -> None:
     """Set HSDP's group sizes in `environment` unless accelerate's config sets them.
 
-    HSDP shards each copy of the states over `dp_shard` ranks (default: the ranks of a node). If a
-    flag or a later recipe chooses a `strategy` without HSDP, `dp_shard` is reset.
+    HSDP shards each copy of the states over `dp_shard` ranks (default: the ranks of a node). If
+    accelerate's config sets both sizes to 1, they count as not set. If a flag or a later recipe
+    chooses a `strategy` without HSDP, the `dp_shard` of a recipe is reset.
     """
     environment, shards = values.environment, values["dp_shard"]
     if set(group_sizes(environment).values()) == {"1"}:  # HSDP, and no sizes are set

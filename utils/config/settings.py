@@ -48,7 +48,7 @@ from utils.config.strategy import describe_launch
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The parsed settings of a run. They do not change.
+    """The parsed settings of a run. They do not change. RunPlan has the values derived from them.
 
     values: every setting by name, with its source. script: file name of the script. raw: the files
     that the run tokenizes before training. `data` already names the resulting datasets. staged:

@@ -45,8 +45,8 @@ OTHER_METHODS = (
 def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
     """Convert the config file at `path`. The returned Conversion has the recipes.
 
-    kind: the toolkit, by default detected from the keys. gpus: the number of GPUs of the original
-    training. Raises YamlError for a faulty file, ConfigurationError for an unsupported config.
+    kind: the toolkit, or None to detect it. gpus: the original GPUs, which decide the global batch.
+    Raises YamlError for a faulty file, ConfigurationError for an unsupported config.
     """
     entries = load_file(path)
     if "model_class" in entries:

@@ -58,7 +58,7 @@ class AdapterPlan:
 def with_adapters(built: PreTrainedModel, model: ModelArguments) -> nn.Module:
     """Return the model with LoRA's adapters. Without LoRA, freeze weights and return the model.
 
-    The frozen weights get no gradient, or --freeze or --train_only excludes them from training.
+    A weight is frozen if the loss gives it no gradient, or if --freeze or --train_only excludes it.
     """
     if not model.use_peft:
         freeze_unused(built)
@@ -323,7 +323,7 @@ def _matching(
     """Return the full names in `known` that match a name or regular expression in `asked`.
 
     A name matches all full names that end with this name. Each name without a match adds a message
-    about `setting` to `problems`. had_experts: names in OLD_EXPERT_NAMES need no match.
+    about `setting` to `problems`. had_experts: whether names in OLD_EXPERT_NAMES need no match.
     """
     matched: set[str] = set()
     for name in [asked] if isinstance(asked, str) else asked:

@@ -91,13 +91,20 @@ def causal_lm_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def is_multimodal(model_config: PretrainedConfig) -> bool:
-    """Return whether a model has parts, such as image towers, beside its causal language model."""
+    """Return whether the model to train has parts that AutoModelForCausalLM does not load.
+
+    Gemma 3 gives False, because AutoModelForCausalLM also loads its image tower.
+    """
     causal = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
     return causal is not causal_lm_class(model_config)
 
 
 def text_model_config(model_config: PretrainedConfig) -> PretrainedConfig | None:
-    """Return the configuration of a model's text part; None if transformers has no class for it."""
+    """Return the configuration of a model's text part, or None if it cannot be a model by itself.
+
+    AutoModelForCausalLM has to load only this part for both configurations, the model's and the
+    text part's.
+    """
     found: Any = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
     if found is None or found.config_class is not model_config.sub_configs.get("text_config"):
         return None
@@ -212,7 +219,10 @@ def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def has_experts(built: PreTrainedModel) -> bool:
-    """Return whether a model routes tokens to experts. This reads the layers, not settings."""
+    """Return whether a model routes tokens to experts.
+
+    This function reads the layers, because no setting says so in all architectures.
+    """
     return bool(routers(built)) or any(map(expert_count, built.modules()))
 
 

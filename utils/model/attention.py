@@ -99,10 +99,10 @@ def attention_choices(
     attention `packed_varlen`. needs: the result of `observe_attention`. dtype: the type that
     training computes in. whole_rows: each sequence has at most one document.
 
-    With `whole_rows` the fallbacks are sdpa and eager without document boundaries, because causal
-    attention never sees the padding after a document. Without `whole_rows` there are fallbacks only
-    if no attention is requested. They use a block mask. Raises ConfigurationError if the requested
-    attention cannot run.
+    With `whole_rows` the fallbacks are sdpa, eager or both, without document boundaries, because
+    causal attention never sees the padding after a document. Without `whole_rows` there are
+    fallbacks only if no attention is requested. They use a block mask. Raises ConfigurationError if
+    the requested attention cannot run.
     """
     name, model_class = requested or "auto", causal_lm_class(model_config)
     class_name = model_class.__name__
@@ -200,8 +200,8 @@ def is_recurrent(model_config: PretrainedConfig) -> bool:
 def check_row_positions(model_config: PretrainedConfig, sequence_length: int) -> None:
     """Raise ConfigurationError if Llama 4 would scale queries by positions in a packed sequence.
 
-    Llama 4 scales the queries of all tokens after the first `floor_scale` tokens of a sequence,
-    even if a document begins later.
+    Llama 4 scales queries from token `floor_scale` of a sequence on, even if a document begins
+    later. Tokens are counted from 1.
     """
     text = model_config.get_text_config(decoder=True)
     first = getattr(text, "floor_scale", None)

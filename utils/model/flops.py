@@ -129,7 +129,7 @@ def effective_length(plans: Sequence[PackPlan], shares: np.ndarray) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return a GPU's peak FLOP/s for dense bf16 from its data sheet, or None for other devices."""
+    """Return a GPU's peak FLOP/s for dense bf16 from its data sheet, or None if unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     found = (gpu["tflops"] * 1e12 for gpu in known_gpus().values() if name in gpu["names"])
     return next(found, None)

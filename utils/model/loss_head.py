@@ -174,7 +174,7 @@ def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
 def _sums_by_source(
     losses: torch.Tensor, positions: torch.Tensor, sources: torch.Tensor | None, length: int
 ) -> torch.Tensor | None:
-    """Return loss sums and token counts, float64 (2, sources), or None without `sources`."""
+    """Return loss sums and counts of loss tokens, float64 (2, sources); None without `sources`."""
     if sources is None:
         return None
     own = sources.index_select(1, positions // length)
@@ -368,7 +368,7 @@ def check_own_loss(entry: str) -> None:
 
 
 def install_own_loss(model: PreTrainedModel, entry: str) -> None:
-    """Make model.forward compute the loss of --loss. Call this before PEFT wraps `model`."""
+    """Make model.forward compute the loss of --loss in training. Call before PEFT wraps `model`."""
     function, original = load_own(entry), model.forward
 
     @functools.wraps(original)

@@ -30,7 +30,10 @@ OPTIMIZER_FILE = "optimizer.pt"
 
 
 def find_stage(init_from: str) -> Path:
-    """Return the weights directory for `--init_from`, or raise ConfigurationError."""
+    """Return the weights directory for `--init_from`.
+
+    Raises ConfigurationError if the directory has no weights.
+    """
     directory = Path(init_from)
     if (directory / CONFIG).is_file():  # a run's directory
         final = directory / FINAL
