@@ -134,6 +134,13 @@ def start_processes(
     return Ranks(ROOT / script, args, environments)
 
 
+def run_fork(
+    script: Path | str, args: Sequence[str], env: Mapping[str, str], cwd: Path = ROOT
+) -> Launched:
+    """Run a script alone in a fork, without a launcher; stdout has its stdout and stderr."""
+    return Ranks(ROOT / script, args, [env], cwd).wait(timeout_s=1800)
+
+
 def press_ctrl_c(terminal: int) -> None:
     """Write Ctrl-C to a terminal, whose foreground process group gets SIGINT."""
     os.write(terminal, b"\x03")

@@ -18,6 +18,7 @@ from utils.data.order import GlobalBatchSampler, SampleOrder, steps_for
 from utils.training.trainer import PackedTrainer
 
 SIZES = {0: 2, 2: 4, 4: 8}  # 28 samples in six steps
+SEVERAL = Path(__file__).parent / "several_runs.py"
 GROWING = {"global_batch_size": json.dumps(SIZES), "per_device_train_batch_size": 1}
 
 
@@ -45,13 +46,18 @@ def test_ranks_and_resumes_train_as_one_uninterrupted_process(
         tiny.assert_same_run(cut, alone)
     with pytest.raises(ConfigurationError, match="its batch_warmup is"):
         pretrain.main(pretraining(cut, **settings | {"global_batch_size": 8}))
-    for strategy in ("multi_gpu", "fsdp2"):
-        whole = tmp_path / strategy
-        run_processes(strategy, "pretrain.py", pretraining(whole, **settings)).succeeded()
-        assert tiny.losses(whole) == pytest.approx(tiny.losses(alone), abs=2e-5)
-    cut = tiny.copied(whole, tmp_path / "cut", step=3)
-    run_processes("fsdp2", "pretrain.py", pretraining(cut, **settings)).succeeded()
-    tiny.assert_same_run(cut, whole)
+    sharded, cut = tmp_path / "fsdp2", tmp_path / "cut"
+    plans = {"multi_gpu": [(tmp_path / "multi_gpu", None)]}
+    plans["fsdp2"] = [(sharded, None), (cut, [str(sharded), 3])]
+    for strategy, runs in plans.items():
+        plan = [
+            {"script": "pretrain", "argv": pretraining(run, **settings), "run": str(run), "cut": of}
+            for run, of in runs
+        ]
+        (tmp_path / "plan.json").write_text(json.dumps(plan))
+        run_processes(strategy, SEVERAL, [str(tmp_path / "plan.json")]).succeeded()
+        assert tiny.losses(tmp_path / strategy) == pytest.approx(tiny.losses(alone), abs=2e-5)
+    tiny.assert_same_run(cut, sharded)
 
 
 @pytest.mark.slow

@@ -13,8 +13,7 @@ import damaged_folders as damaged
 import pytest
 import tiny
 from damaged_folders import FILE_CHANGES, Change, edited, replaced
-from forked_ranks import Ranks
-from launching import ROOT, quiet_environment
+from launching import quiet_environment, run_fork
 
 import chat
 import prepare_data
@@ -286,7 +285,7 @@ def test_a_script_refuses_it_without_a_traceback(
             "prepare_data.py": preparation(sound, folder, out),
             "chat.py": [str(folder), "--prompt", "t1", "--device", "cpu"],
         }[script]
-        done = Ranks(ROOT / script, argv, [quiet_environment()]).wait(timeout_s=1800)
+        done = run_fork(script, argv, quiet_environment())
         assert done.returncode == ExitCode.REFUSED, done.stdout[-3000:]
         assert "Traceback" not in done.stdout
         assert str(folder) in done.stdout.splitlines()[-1]

@@ -3,12 +3,19 @@
 import re
 
 import pytest
+from launching import run_fork
 
 import pretrain
 from utils.config.errors import ConfigurationError
+from utils.submit import when
 from utils.submit.when import STARTUP_S, work_left
 
 pytestmark = pytest.mark.slow
+
+
+def output_of_fork(command, env):
+    _, script, *argv = command
+    return run_fork(script, argv, env).stdout.strip()
 
 
 def test_the_work_left_is_forecast_then_measured_and_refusals_are_passed_on(
@@ -16,6 +23,8 @@ def test_the_work_left_is_forecast_then_measured_and_refusals_are_passed_on(
 ):
     for name in ("STOKER_PROCESSES_PER_NODE", "STOKER_GPU_MEMORY_GIB"):
         monkeypatch.delenv(name, raising=False)
+    # Dry runs are forks. tests/slurm/test_full_queue.py starts them as a user's command does.
+    monkeypatch.setattr(when, "command_output", output_of_fork)
     run = tmp_path / "a run"
     flags = {"global_batch_size": 16, "per_device_train_batch_size": 1, "save_steps": 4}
 

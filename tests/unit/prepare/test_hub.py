@@ -75,7 +75,7 @@ def test_a_dataset_is_fetched_by_name_once_and_found_without_a_network(
     samples.prepare(local, tmp_path / "local", tokenizer_name_or_path=tokenizer)
     assert samples.rows(tmp_path / "local/train") == samples.rows(tmp_path / "a/train")
 
-    # Prepare again; then in a job, in another folder; then without a connection to the Hub.
+    # Prepare again; then in another folder; then without a connection to the Hub.
     code, told = preparer("--config", config, "--models", QWEN, "--output_dir", tmp_path / "a")
     assert "already prepared" in told
     assert hub.downloads() == []
@@ -83,16 +83,18 @@ def test_a_dataset_is_fetched_by_name_once_and_found_without_a_network(
     code, told = preparer("--config", config, "--models", QWEN, "--output_dir", tmp_path / "c")
     hub.fails = False
     assert code == 0, told
-    for extra in ({"SLURM_JOB_ID": "1"}, {}):
-        alone = Preparer(NOBODY, preparer.home, **extra)
-        models = [] if extra else ["--models", QWEN]
-        code, told = alone("--config", config, *models, "--output_dir", tmp_path / f"b{len(extra)}")
-        alone.close()
-        assert code == 0, told
-        assert ("using the cache of the Hub" in told) == (not extra), "a job does not try"
-        found = samples.description(tmp_path / f"b{len(extra)}/train")
-        assert found["fingerprint"] == samples.description(tmp_path / "a/train")["fingerprint"]
-        assert found["preparation"]["settings_sha256"] == origin["settings_sha256"]
+    words, alone = ["--config", config, "--models", QWEN], Preparer(NOBODY, preparer.home)
+    refused, why = alone(*words, "--output_dir", "x", "--offline_dir", tmp_path / "empty")
+    code, told = alone(*words, "--output_dir", tmp_path / "b")
+    alone.close()
+    assert refused == 2, why
+    assert f"HuggingFaceTB/smoltalk, {QWEN}: {NOBODY} cannot be reached (ConnectError" in why
+    assert "with --offline_dir" not in why, "it was given"
+    assert code == 0, told
+    assert "using the cache of the Hub" in told
+    found = samples.description(tmp_path / "b/train")
+    assert found["fingerprint"] == samples.description(tmp_path / "a/train")["fingerprint"]
+    assert found["preparation"]["settings_sha256"] == origin["settings_sha256"]
 
 
 def test_revisions_files_and_splits_that_a_source_names(hub, preparer, recipe, tmp_path):
@@ -208,6 +210,12 @@ def test_a_folder_for_jobs_is_filled_and_checked_as_a_job_finds_it(hub, preparer
     job = Preparer(NOBODY, copy, SLURM_JOB_ID="1")
     code, told = job(*words[:2], "--output_dir", tmp_path / "out")
     assert code == 0, told
+    assert "using the cache of the Hub" not in told, "a job does not try"
+    assert preparer(*words[:2], "--output_dir", tmp_path / "here")[0] == 0
+    here, found = (samples.description(tmp_path / name / "train") for name in ("here", "out"))
+    assert found["fingerprint"] == here["fingerprint"]
+    digests = [each["preparation"]["settings_sha256"] for each in (here, found)]
+    assert digests[0] == digests[1]
     data = "data/all/train-00001-of-00002.parquet"
     next((copy / "hub").glob(f"*/snapshots/*/{data}")).unlink()
     code, told = job(*words[:2], "--output_dir", tmp_path / "new")
@@ -233,16 +241,6 @@ def test_a_folder_for_jobs_is_filled_and_checked_as_a_job_finds_it(hub, preparer
         file.write_text(content)
         assert code == 2, name
         assert f"{name} is not JSON" in told
-
-
-def test_a_folder_for_jobs_that_cannot_be_filled_is_refused(recipe, tmp_path):
-    words = ["--config", recipe(SMOLTALK), "--output_dir", tmp_path / "out"]
-    unreachable = Preparer(NOBODY, tmp_path / "home")
-    code, told = unreachable(*words, "--offline_dir", tmp_path / "empty")
-    unreachable.close()
-    assert code == 2, told
-    assert f"HuggingFaceTB/smoltalk, {QWEN}: {NOBODY} cannot be reached (ConnectError" in told
-    assert "with --offline_dir" not in told, "it was given"
 
 
 def test_what_has_no_room_is_refused_before_it_is_downloaded(tmp_path, monkeypatch):
