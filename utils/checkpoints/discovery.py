@@ -51,7 +51,7 @@ def numbered_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def how_to_rewrite(final: str | Path) -> str:
-    """Return advice for the user on how to write a damaged final/ again.
+    """Return advice for the user on how to write the damaged folder `final` again.
 
     Return "" if the path `final` does not end in final/, or if the run has no checkpoint.
     """

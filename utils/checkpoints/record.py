@@ -100,7 +100,7 @@ class RunRecord:
 
     @property
     def exists(self) -> bool:
-        """Whether the directory has a provenance.json, or a checkpoint with intact copies."""
+        """Whether the directory has a provenance.json, or a checkpoint has intact copies of it."""
         return (self.directory / PROVENANCE).exists() or self._copies is not None
 
     @property

@@ -49,7 +49,7 @@ def is_raw(path: str) -> bool:
 def datasets_of_raw(sources: Mapping[str, float | None], taken: Collection[str]) -> dict[str, str]:
     """Return {raw file: name of the dataset that is made from the file}.
 
-    sources: {path: weight or None}. taken: names of evaluation splits, which a dataset cannot have.
+    sources: {path: weight or None}. taken: names of evaluation splits, which no dataset gets.
     All raw files without weights become one dataset, `train`. With weights, each file becomes a
     dataset. The first dataset is `train`. The others are named after their files.
     """

@@ -52,8 +52,7 @@ class RunSettings:
 
     values: every setting by name, with its source. script: file name of the script. raw: the files
     that the run tokenizes before training. `data` already names the resulting datasets. staged:
-    {(directory, split): (folder, its copy on this node)} of the splits that are copied to this
-    node.
+    {(dataset folder, split): (original, copy on this node's disk)} of the copied splits.
     """
 
     run: RunArguments

@@ -100,7 +100,7 @@ def choose_config(
 
 
 def strategy_path(strategy: str) -> Path:
-    """Return the file of a strategy, which is a name in accelerate_configs/ or a path."""
+    """Return the path of a strategy's file. strategy: a name in accelerate_configs/, or a path."""
     return CONFIGS_FOLDER / f"{strategy}.yaml" if strategy in NAMES else Path(strategy)
 
 

@@ -166,9 +166,10 @@ class Conversion:
     def put(self, name: str, value: Any, comment: str = "", key: str = "") -> None:
         """Add a setting to the training recipe.
 
-        If Stoker's setting refuses `value`, only add a change. If `value` is Stoker's default, and
-        also the toolkit's default or empty (None, 0, False, ...), only add a note. comment: text
-        after the value in the recipe. key: the config's key, if it differs from `name`.
+        A value that Stoker's setting refuses is listed as a change instead. A value that is the
+        default of Stoker and of the toolkit is listed as a note instead, as is an empty default
+        (None, 0, False ...). comment: text after the value in the recipe. key: the config's key,
+        if it differs from `name`.
         """
         key = key or name
         declaration = self.declared.get(name)

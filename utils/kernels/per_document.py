@@ -160,7 +160,7 @@ def _attend_in_blocks(scale: float | None, query: Tensor, key: Tensor, value: Te
 def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) -> Tensor:
     """Return causal attention with soft caps (Gemma 2) or sinks, which SDPA does not support.
 
-    A sink (gpt-oss) is an extra logit in the softmax without a value.
+    A sink (gpt-oss) is an extra logit in the softmax that has no value vector.
     """
     length, heads = query.shape[2], query.shape[1]
     key, value = (s.repeat_interleave(heads // s.shape[1], dim=1) for s in (key, value))

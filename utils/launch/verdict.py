@@ -198,7 +198,7 @@ def causes_in_log(log: str, slurm: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def note_submitted(job: str, output_dir: Path, log: str) -> None:
-    """Write a submitted job's run directory and log to .stoker/submitted-JOB. Raises OSError."""
+    """Write the paths of a job's run and log to .stoker/submitted-JOB. Raises OSError."""
     (_ROOT / ".stoker").mkdir(exist_ok=True)
     (_ROOT / ".stoker" / f"{SUBMITTED}{job}").write_text(f"{output_dir.resolve()}\n{log}\n")
 

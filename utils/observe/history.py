@@ -264,10 +264,10 @@ def _read_journal(
 def _read_owners(
     path: Path, entries: Sequence[Mapping[str, Any]]
 ) -> tuple[list[RunOwner], RunOwner | None]:
-    """Return (lock files of starts, newest first; lock file of a refused newest start or None).
+    """Return the lock files of the accepted starts (newest first), and of a refused newest start.
 
-    A refused start failed its checks: it released its lock in the phase "starting" and is not in
-    provenance.json. The list contains a refused start only if the run has no other start.
+    The second value may be None. A refused start failed its checks: it released its lock in the
+    phase "starting" and is not in provenance.json. Only refused starts: ([the newest], None).
     """
     begun = (unix_s(entries[-1]["time"]) or 0.0) if entries else 0.0
     owners = list(run_owners(path))

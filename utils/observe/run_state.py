@@ -46,10 +46,10 @@ class RunStatus:
     because          the evidence for `state`
     evaluations      {split: (loss, step)} of the newest evaluation of each split
     memory_left_gib  memory left on the fullest GPU
-    slowest          the slowest rank, and the share of each step that other ranks wait for it
+    slowest          the slowest rank, and the share of each step for which the others wait
     left_s           training time left, without waiting in the queue
     error            why the last start failed
-    pages            text files on this failure (hang, out of memory)
+    pages            files that describe this failure (hang.txt, out-of-memory-rankN.txt)
     damaged          unreadable files
     skipped_lines    number of damaged lines in metrics.jsonl
     refused          why the newest start failed its checks. `state` then ignores the newest start.

@@ -111,8 +111,8 @@ def _tiny_model(
 def _collect_error(values: SettingValues, names: str, problems: list[str]) -> Iterator[None]:
     """Catch an exception of the with block and add its text to `problems`.
 
-    names: names of settings, separated by spaces. The text begins with the first setting, and with
-    each other setting that the user changed.
+    names: names of settings, separated by spaces. The text names the first setting, and those of
+    the other settings that the user changed.
     """
     try:
         yield

@@ -147,7 +147,7 @@ def check_answers(
 
 
 def _messages_of_item(where: str, item: Any, index: int) -> Iterator[dict[str, Any]]:
-    """Yield the messages of item `index` of a chat: a text, a pair or an object."""
+    """Yield the messages of an item of a chat. item: a text, a pair or an object."""
     message = decode_json(item)
     if isinstance(item, str) and not are_messages([message]):
         yield {"role": ("user", ASSISTANT)[index % 2], "content": item}  # as in UltraChat

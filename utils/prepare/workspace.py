@@ -188,9 +188,9 @@ class Workspace:
         return replace(self, output_dir=new, replaced=folder)
 
     def publish(self) -> Path:
-        """Replace the datasets in the folder `replaced`, if set, by the datasets in output_dir.
+        """Move the datasets from output_dir to the folder `replaced`, and return that folder.
 
-        Returns the folder of the finished datasets. Without `replaced`, this is output_dir.
+        The old datasets in `replaced` are deleted. Without `replaced`, return output_dir.
         """
         folder = self.replaced
         if folder is None:
