@@ -105,11 +105,9 @@ test: lint
 test-rest: $(VENV)/.test
 	$(BIN)/pytest -n 2 --dist worksteal --durations=15 --ignore=tests/slurm $(PYTEST_ARGS)
 
-# Interruptions and refusals by themselves, for time limits are among them; the others on two clusters at once.
-ALONE := tests/slurm/test_interruptions.py tests/slurm/test_refused_jobs.py
+# Each of the two processes starts a cluster.
 test-slurm: $(VENV)/.test
-	$(BIN)/pytest --durations=5 -rs $(ALONE)
-	$(BIN)/pytest -n 2 --dist loadfile --durations=10 -rs $(addprefix --ignore=,$(ALONE)) tests/slurm
+	$(BIN)/pytest -n 2 --dist worksteal --durations=10 -rs tests/slurm
 
 # SOAK_ARGS="--minutes 3" is a trial.
 SOAK_ARGS ?=

@@ -47,7 +47,6 @@ class Scene:
     jobs: TrainingJobs
     directory: Path
     script: str = "pretrain.py"
-    model: object = SETTINGS["model_config"]
     submitted: list[Job] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     restarts: str = "0"  # the job's restarts when it reached the step of the interruption
@@ -88,7 +87,7 @@ class Scene:
                 *options,
                 training=self.script,
                 env=self.env | env,
-                **{"model_config": self.model} | settings,
+                **settings,
             )
         )
 
@@ -292,7 +291,7 @@ def submit_again(scene: Scene) -> None:
     """Submit the same command to the idle partition `other` while the first job runs."""
     scene.other = scene.jobs.submit(
         scene.run, *TWO_NODES, "--partition=other", training=scene.script,
-        env={"STOKER_PROCESSES_PER_NODE": "1"}, model_config=scene.model,
+        env={"STOKER_PROCESSES_PER_NODE": "1"},
     )  # fmt: skip
     assert scene.slurm.wait(scene.other) == "FAILED", scene.other.output()
 

@@ -209,10 +209,9 @@ class Soak:
         env = {
             "STOKER_PROCESSES_PER_NODE": "1", "XDG_CACHE_HOME": str(self.jobs.files / "cache"),
         } | ({} if run.directory.name.startswith("whole") else SLOWLY)  # fmt: skip
-        changes = {"async_save": True, "model_config": self.jobs.files / "model.json"}
         job = self.jobs.submit(
             run.directory, "--nodes=2", "--gpus-per-node=1", training=SCRIPTS[run.kind], env=env,
-            **SETTINGS | (changes if run.kind == "pretraining" else {}),
+            **SETTINGS | ({"async_save": True} if run.kind == "pretraining" else {}),
         )  # fmt: skip
         run.jobs.append(job)
 

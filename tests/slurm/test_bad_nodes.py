@@ -89,7 +89,7 @@ from transformers import TrainerCallback
 class Wrong(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         if os.environ.get("SLURMD_NODENAME") == "n2" and state.global_step == 10:
-            next(model.parameters()).grad[0, 0] += 1.0
+            next(model.parameters()).grad[:, 0] += 1.0
 """
 
 

@@ -75,7 +75,7 @@ def test_a_budget_stops_a_job_and_a_larger_one_continues_it_to_the_same_bits(
     (hold / str(AT)).unlink()
     assert jobs.slurm.wait(job) == "COMPLETED", job.output()
     assert "restart 1 of at most 3 inside the job" in job.output()
-    tiny.assert_same_run(run, jobs.finished("multi_gpu"))
+    tiny.assert_same_run(run, jobs.finished())
     assert tiny.starts(run)[1]["changed"] == {"max_gpu_hours": 1000.0}
     check_hours(run, jobs.slurm.fields(job))
     print(read_status(run, {}).hours)
@@ -122,7 +122,7 @@ def test_the_page_of_a_folder_with_a_waiting_a_failed_and_a_finished_run(
     jobs: TrainingJobs, tmp_path, capsys
 ):
     runs = tmp_path / "runs"
-    shutil.copytree(jobs.finished("multi_gpu"), runs / "finished")
+    shutil.copytree(jobs.finished(), runs / "finished")
     job = jobs.submit(
         runs / "failed", script="slurm/train_job.sh", config="multi_gpu", learning_rate=1e30,
         max_grad_norm=1e30, env={"STOKER_PROCESSES_PER_NODE": "1"},

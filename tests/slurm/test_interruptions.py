@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from interruptions import TABLE, TWO_NODES, Interruption, Scene, Then
+from interruptions import TABLE, Interruption, Scene, Then
 from training_jobs import TrainingJobs, cycles, raw_journal
 
 from benchmarks.figures.interruptions import KINDS
@@ -24,7 +24,7 @@ from benchmarks.hardware.circumstances import circumstances
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("idle")]
 
 ROWS = {row.name: row for row in TABLE}
-SCRIPTS = dict(zip(KINDS, [("pretrain.py", "model.json"), ("sft_train.py", None)], strict=True))
+SCRIPTS = dict(zip(KINDS, ("pretrain.py", "sft_train.py"), strict=True))
 CASES = [
     pytest.param(row, kind, id=f"{row.name}, {kind}")
     for kind in KINDS
@@ -61,12 +61,12 @@ def scene(jobs: TrainingJobs, tmp_path: Path) -> Iterator[Scene]:
 def test_an_interruption_costs_what_the_table_says(
     row: Interruption, kind: str, jobs: TrainingJobs, scene: Scene
 ):
-    scene.script, model = SCRIPTS[kind]
-    scene.model = jobs.files / model if model else None
-    whole = None if row.then == Then.REFUSED else undisturbed(scene, kind)
+    scene.script = SCRIPTS[kind]
+    refused = row.then == Then.REFUSED
+    whole = None if refused else jobs.finished(per_node=1, training=scene.script)
     outcome = interrupted(scene, row, whole)
     print(outcome)
-    expected = (row.code, row.then.value, None if row.then == Then.REFUSED else True)
+    expected = (row.code, row.then.value, None if refused else True)
     assert (outcome.exit_code, outcome.then, outcome.equal) == expected, scene.log()
     if row.then in (Then.RESTARTED, Then.REQUEUED, Then.RESUBMITTED):
         assert outcome.lost_steps is not None, "the run was not interrupted"
@@ -110,18 +110,6 @@ def same(run: Path, uninterrupted: Path) -> bool:
     return True
 
 
-def undisturbed(scene: Scene, kind: str) -> Path:
-    """Return the uninterrupted run of this kind; run it once."""
-    run = scene.jobs.files / kind
-    if not run.exists():
-        job = scene.jobs.submit(
-            run, *TWO_NODES, training=scene.script, model_config=scene.model,
-            env={"STOKER_PROCESSES_PER_NODE": "1"},
-        )  # fmt: skip
-        assert scene.slurm.wait(job) == "COMPLETED", job.output()
-    return run
-
-
 def record(row: Interruption, kind: str, outcome: Outcome) -> None:
     """Add the outcome to the other rows in the result file of `make interruptions`."""
     if not (target := os.environ.get("STOKER_INTERRUPTIONS_FILE")):
@@ -149,9 +137,8 @@ def test_whatever_ends_a_job_it_resumes_with_the_same_numbers(jobs, scene, tmp_p
     (tmp_path / "limited").mkdir()
     limited = Scene(jobs, tmp_path / "limited")
     limit = ROWS["time limit, with Slurm's signal"]
-    limit = dataclasses.replace(limit, options=("--partition=other", *limit.options))
-    whole = jobs.finished("multi_gpu")
-    limited.env["STOKER_PROCESSES_PER_NODE"] = "2"
+    limit = dataclasses.replace(limit, options=("--partition=other", "--signal=B:USR1@300"))
+    whole = jobs.finished(per_node=1)
     (limited.hold / str(limit.at_step)).touch()
     limited.submit(limit)
     with ThreadPoolExecutor() as pool:
@@ -167,17 +154,25 @@ def test_whatever_ends_a_job_it_resumes_with_the_same_numbers(jobs, scene, tmp_p
 
 
 def meet_the_limit(scene: Scene, limit: Interruption) -> None:
-    """Let a job that waits at a step continue at Slurm's signal, so that it saves and resumes."""
+    """Bring the limit near while the job waits at a step, and far away after its requeue."""
+    scene.reach(limit.at_step)
+    hours, minutes, _ = scene.slurm.fields(scene.job)["RunTime"].split(":")
+    set_limit(scene, 60 * int(hours) + int(minutes) + 5)
     limit.provoke(scene)
     scene.release()
+    scene.wait_for_requeue()
+    set_limit(scene, 60)
     assert scene.slurm.wait(scene.job) == "COMPLETED", scene.log()
     restarts = int(scene.slurm.fields(scene.job)["Restarts"])
     assert restarts == scene.log().count("; requeued, start")
 
 
+def set_limit(scene: Scene, minutes: int) -> None:
+    scene.slurm.run("scontrol", "update", f"jobid={scene.job.id}", f"timelimit={minutes}")
+
+
 def survive_causes_in_turn(scene: Scene) -> None:
-    """Interrupt one job of four ranks by each row of IN_TURN."""
-    scene.env["STOKER_PROCESSES_PER_NODE"] = "2"
+    """Interrupt one job by each row of IN_TURN."""
     for step in IN_TURN:
         (scene.hold / str(step)).touch()
     scene.submit()

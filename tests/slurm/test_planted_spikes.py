@@ -12,12 +12,14 @@ import tiny
 from launching import ROOT
 from training_jobs import raw_journal
 
+import status
 from utils.data.order import SampleOrder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("idle")]
 
 STEP, STEPS, BATCH, PLANTED = 60, 70, 8, 4
 DOCUMENTS, LENGTH = STEPS * BATCH, 40
+TWO_NODES, ONE = ("--nodes=2", "--gpus-per-node=2"), {"STOKER_PROCESSES_PER_NODE": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +38,18 @@ def planted(jobs) -> set[int]:
     return rows
 
 
-def show(run, *flags: str) -> str:
-    command = [sys.executable, "status.py", str(run), *flags]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+def test_a_spike_stops_the_job_and_is_traced_and_left_out(jobs, slurm, planted, capsys):
+    def show(*flags: str) -> str:
+        assert status.main([str(run), *flags]) == 0
+        return capsys.readouterr().out
 
-
-def test_a_spike_stops_the_job_and_is_traced_and_left_out(jobs, slurm, planted):
     run, skip = jobs.files / "spike", jobs.files / "skip.jsonl"
     settings = {
         "train_data": jobs.files / "planted", "eval_data": None, "eval_strategy": None,
         "eval_steps": None, "packing": "none", "max_steps": STEPS, "learning_rate": 1e-2,
         "lr_scheduler_type": "constant", "on_spike": "stop", "global_batch_size": BATCH,
     }  # fmt: skip
-    job = jobs.submit(run, "--nodes=2", "--gpus-per-node=2", **settings)
+    job = jobs.submit(run, *TWO_NODES, env=ONE, **settings)
     assert slurm.wait(job) == "FAILED", job.output()
     assert "failed with exit code 80, not requeued" in job.output()
     assert f"loss spike: step {STEP}: loss " in job.output()
@@ -56,9 +57,9 @@ def test_a_spike_stops_the_job_and_is_traced_and_left_out(jobs, slurm, planted):
     saved = {int(path.name.partition("-")[2]) for path in run.glob("checkpoint-*")}
     assert max(saved) == STEP - 10
 
-    spikes = show(run, "--spikes").splitlines()
+    spikes = show("--spikes").splitlines()
     assert any(line.startswith(f"step {STEP}: loss ") for line in spikes)
-    shown = show(run, "--step", str(STEP)).splitlines()
+    shown = show("--step", str(STEP)).splitlines()
     assert shown[0].endswith(f"losses under checkpoint-{STEP - 10} on cpu")
     named = [int(line.split(",")[0].rsplit(" ", 1)[1]) for line in shown[1::2]]
     assert len(named) == BATCH
@@ -69,7 +70,7 @@ def test_a_spike_stops_the_job_and_is_traced_and_left_out(jobs, slurm, planted):
     subprocess.run(["bash", "-euc", command], check=True, cwd=ROOT, env=environment)
 
     settings |= {"skip_documents": skip, "accept_changes": "skip_documents"}
-    job = jobs.submit(run, "--nodes=2", "--gpus-per-node=2", **settings)
+    job = jobs.submit(run, *TWO_NODES, env=ONE, **settings)
     assert slurm.wait(job) == "COMPLETED", job.output()
     first, second = tiny.starts(run)
     assert second["resumed_from"] == f"{run}/checkpoint-{STEP - 10}"
@@ -78,4 +79,4 @@ def test_a_spike_stops_the_job_and_is_traced_and_left_out(jobs, slurm, planted):
     assert len(losses) == STEPS
     assert losses[STEP] < 1.2 * losses[STEP - 1]
     assert all(map(math.isfinite, losses.values()))
-    assert ": loss " not in show(run, "--spikes")
+    assert ": loss " not in show("--spikes")

@@ -4,13 +4,14 @@ import re
 import subprocess
 
 import pytest
-from launching import wait_until
+from launching import ROOT, wait_until
 from training_jobs import TrainingJobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("idle")]
 
 ONE_NODE = ("--nodes=1", "--gpus-per-node=2")
 TWO_NODES = ("--nodes=2", "--gpus-per-node=2")
+ONE = {"STOKER_PROCESSES_PER_NODE": "1"}
 
 
 def refused(jobs: TrainingJobs, job, code: int, pattern: str) -> str:
@@ -33,17 +34,17 @@ def test_jobs_that_cannot_work_end_at_once_with_the_reason(jobs, tmp_path):
         disk.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(disk)], check=True)
     try:
-        for disk, reason in zip(
-            disks.values(), (r"read-only/run cannot be", "MiB free"), strict=True
-        ):
-            refused(jobs, jobs.submit(disk / "run", *ONE_NODE), 74, f"n[12].*{reason}")
+        # A checkpoint of this model has 45 MiB.
+        settings = {"env": ONE, "model_config": ROOT / "recipes/model/llama_6m.yaml"}
+        submitted = [jobs.submit(disk / "run", *ONE_NODE, **settings) for disk in disks.values()]
+        for job, reason in zip(submitted, ("read-only/run cannot be", "MiB free"), strict=True):
+            refused(jobs, job, 74, f"n[12].*{reason}")
     finally:
         wait_until(lambda: on_main(jobs) == "", "jobs are left")
         for disk in disks.values():
             subprocess.run(["umount", str(disk)], check=True)
 
-    # Wait for this job last, because it would slow down the timed jobs above.
-    killed = {"STOKER_TEST_KILL_RANK_AT_STEP": "1:3"}
+    killed = ONE | {"STOKER_TEST_KILL_RANK_AT_STEP": "0:3"}
     options = ("--gpus-per-node=2", "--partition=other")
     endless = jobs.submit(tmp_path / "run", *options, script="slurm/train_job.sh", env=killed)
 
@@ -51,7 +52,7 @@ def test_jobs_that_cannot_work_end_at_once_with_the_reason(jobs, tmp_path):
     jobs.slurm.stop_node("n2")
     jobs.slurm.start_node("n2", hidden=shared)
     try:
-        job = jobs.submit(shared / "run", *TWO_NODES)
+        job = jobs.submit(shared / "run", *TWO_NODES, env=ONE)
         refused(jobs, job, 74, r"n2.*run")
     finally:
         wait_until(lambda: on_main(jobs) == "", "jobs are left")

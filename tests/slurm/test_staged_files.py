@@ -67,23 +67,26 @@ def restore(file: Path, content: bytes) -> None:
 def test_jobs_share_copies_and_train_with_the_bits_of_the_originals(
     jobs: TrainingJobs, environment, tmp_path
 ):
-    disk, alone = tmp_path / "disk", tmp_path / "alone"
+    disk = tmp_path / "disk"
     disk.mkdir()
     archive = packed(environment, tmp_path / "env.tar")
     originals = [*(jobs.files / "documents").glob("*.arrow")]
     originals += (jobs.files / "heldout").glob("*.arrow")
 
-    def train(name: str, archive: Path, plain: Path, *options: str, where: Path = disk) -> str:
-        run = tmp_path / name
+    def train(name: str, archive: Path, where: Path, *options: str, **settings: object) -> str:
         env = {"STOKER_STAGE_DIR": str(where), "STOKER_STAGE_ENV": str(archive)}
-        job = jobs.submit(run, *options, env=env, stage_data="true")
+        env |= {"STOKER_PROCESSES_PER_NODE": "1"}
+        job = jobs.submit(tmp_path / name, *options, env=env, stage_data="true", **settings)
         assert jobs.slurm.wait(job) == "COMPLETED", job.output()
+        return job.output()
+
+    def check_bits(run: Path, plain: Path) -> None:
         tiny.assert_same_run(run, plain)
         assert tiny.evaluations(run, "heldout") == tiny.evaluations(plain, "heldout")
         assert tiny.starts(run)[0]["data"] == tiny.starts(plain)[0]["data"]
-        return job.output()
 
-    first = train("first", archive, jobs.finished("multi_gpu"), "--nodes=2", "--gpus-per-node=2")
+    first = train("first", archive, disk, "--nodes=2", "--gpus-per-node=2")
+    check_bits(tmp_path / "first", jobs.finished(per_node=1))
     copies = {path.parent: path.read_bytes() for path in disk.glob("stoker-data-*/*/*.arrow")}
     assert len(copies) == 2
     for copy in copies:
@@ -91,16 +94,21 @@ def test_jobs_share_copies_and_train_with_the_bits_of_the_originals(
     (staged,) = disk.glob("stoker-env-*/env-*/bin")
     assert f"n1: python of {staged.parent}" in first
 
-    # The other jobs have one rank: the copies are those of the node.
-    one_rank = "--nodes=1", "--gpus-per-node=1"
-    job = jobs.submit(alone, *one_rank)
-    assert jobs.slurm.wait(job) == "COMPLETED", job.output()
+    # The other jobs have one rank: the copies are those of the node. One reads the originals.
+    def one_rank(name: str, archive: Path, where: Path) -> str:
+        return train(name, archive, where, "--nodes=1", "--gpus-per-node=1", max_steps=10)
 
-    # No rank of the second job reads the original files, which hold other tokens now.
+    with mounted(tmp_path / "small", "size=64k") as small:
+        alone = one_rank("alone", archive, small)
+    assert alone.count(f"stage_data: {jobs.files / 'documents'} is read where it is: ") == 1
+    assert f"KiB do not fit, {small}/stoker-data-{os.getuid()} has " in alone
+
+    # The second job does not read the original files, which hold other tokens now.
     before = {file: spoil(file) for file in originals}
-    second = train("second", archive, alone, *one_rank)
+    second = one_rank("second", archive, disk)
     for file, content in before.items():
         restore(file, content)
+    check_bits(tmp_path / "second", tmp_path / "alone")
     assert "copying" not in second
     for copy, content in copies.items():
         assert f" is read from {copy}" in second
@@ -110,17 +118,13 @@ def test_jobs_share_copies_and_train_with_the_bits_of_the_originals(
 
     cut = tmp_path / "cut.tar"
     cut.write_bytes(archive.read_bytes().rstrip(b"\0"))
-    third = train("third", cut, alone, *one_rank)
+    third = one_rank("third", cut, disk)
+    check_bits(tmp_path / "third", tmp_path / "alone")
     assert "is damaged or cut short: it is made again" in third
     assert f"STOKER_STAGE_ENV {cut}: the environment of slurm/cluster.env is used" in third
     for copy, content in copies.items():
         (file,) = copy.glob("*.arrow")
         assert file.read_bytes() == content
-
-    with mounted(tmp_path / "small", "size=64k") as small:
-        fourth = train("fourth", archive, alone, *one_rank, where=small)
-    assert fourth.count(f"stage_data: {jobs.files / 'documents'} is read where it is: ") == 1
-    assert f"KiB do not fit, {small}/stoker-data-{os.getuid()} has " in fourth
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ def finished(sweep: Sweep) -> list[bool]:
 def test_a_sweep_runs_through_and_resumes_where_it_failed(jobs, call, idle, tmp_path):
     late = tmp_path / "late $(touch canary)"
     settings = SETTINGS | {
-        "model_config": str(SETTINGS["model_config"]),
+        "model_config": str(jobs.files / "model.json"),
         "tokenizer_name_or_path": str(jobs.files / "tokenizer"),
         "eval_data": [f"heldout={jobs.files / 'heldout'}"],
         "max_steps": 2,

@@ -15,9 +15,8 @@ def test_a_job_is_watched_and_tells_what_becomes_of_it(jobs: TrainingJobs, tmp_p
     run, told, command = tmp_path / "run", tmp_path / "told", tmp_path / "tell"
     command.write_text(f'#!/bin/sh\nprintf "%s|" "$@" >>{told}\necho >>{told}\n')
     command.chmod(0o755)
-    job = jobs.submit(
-        run, script="slurm/train_job.sh", max_steps=60, env={"STOKER_ON_EVENT": str(command)}
-    )
+    env = {"STOKER_ON_EVENT": str(command), "STOKER_PROCESSES_PER_NODE": "1"}
+    job = jobs.submit(run, script="slurm/train_job.sh", max_steps=60, env=env)
     jobs.wait_for_step(run, 3, job)
     status = read_status(run, queued_jobs())
     assert (status.state, status.job.id, status.job.state) == ("running", job.id, "RUNNING")

@@ -16,11 +16,10 @@ from launching import CPU_ENVIRONMENT, ROOT, quiet_environment, wait_until
 from slurm_cluster import Job, SlurmCluster
 from transformers import AutoConfig, AutoModelForCausalLM
 
-# Forty steps with evaluations; without a delay four ranks take four seconds.
+# Forty steps with evaluations; without a delay four ranks take two seconds.
 STEPS = 40
 SMALL = "--cpus-per-task=2", "--mem=3G", "--time=60"  # the resources of a node of the tests' Slurm
 SETTINGS: dict[str, object] = {
-    "model_config": ROOT / "recipes/model/llama_6m.yaml",
     "sequence_length": 64,
     "global_batch_size": 4,
     "per_device_train_batch_size": 1,
@@ -83,6 +82,7 @@ class TrainingJobs:
     ) -> list[str]:
         """Return the command line of `pretrain.py`, or of `sft_train.py` with LoRA."""
         data = {
+            "model_config": self.files / "model.json",
             "train_data": self.files / "documents",
             "eval_data": f"heldout={self.files / 'heldout'}",
             "tokenizer_name_or_path": self.files / "tokenizer",
@@ -124,11 +124,16 @@ class TrainingJobs:
             for notes in (ROOT / ".stoker").glob(f"job-{job.id}.*"):
                 shutil.rmtree(notes)
 
-    def finished(self, config: str) -> Path:
-        """Return an undisturbed run on four ranks; run it once per config."""
-        run = self.files / config
+    def finished(
+        self, config: str = "multi_gpu", per_node: int = 2, training: str = "pretrain.py"
+    ) -> Path:
+        """Return an undisturbed run on two nodes of `per_node` ranks; run each only once."""
+        run = self.files / training / config / str(per_node)
         if not run.exists():
-            job = self.submit(run, "--nodes=2", "--gpus-per-node=2", config=config)
+            job = self.submit(
+                run, "--nodes=2", "--gpus-per-node=2", training=training, config=config,
+                env={"STOKER_PROCESSES_PER_NODE": str(per_node)},
+            )  # fmt: skip
             assert self.slurm.wait(job) == "COMPLETED", job.output()
         return run
 
