@@ -1,4 +1,4 @@
-"""Helpers for the other packages of utils. This package itself imports only config.errors.
+"""Helpers for all packages of utils. From other packages, these modules import only config.errors.
 
 atomic_files  atomic writes, checked file names, locked directories, the disk cache
 machine       host name, rank, processor and memory

@@ -60,9 +60,9 @@ def from_here(path: str | Path) -> Path:
 def paths_inside(
     folder: Path, names: Iterable[Any], listed_in: str | Path, *, links: bool = False
 ) -> dict[str, Path]:
-    """Check file names that come from an index or archive; return {name: path in `folder`}.
+    """Check file names, such as those in an index; return {name: path in `folder`}.
 
-    The named files may be missing. listed_in: the index or archive, for error messages. links:
+    The named files may be missing. listed_in: the origin of the names, for error messages. links:
     True allows symbolic links out of the folder, as in the Hub's cache. Raises ConfigurationError
     for a name that leads out of the folder or to something other than a regular file. Two names
     that some file systems treat as the same are also an error.

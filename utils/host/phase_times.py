@@ -10,7 +10,7 @@ LONGEST_S = 1e10  # a longer time in a file is a damaged value
 class PhaseTimes:
     """The seconds that this process spent in each phase. Another thread may read them at any time.
 
-    now    (current phase, time.monotonic() at its begin, seconds of each phase until its begin).
+    now    (current phase, time.monotonic() at its start, seconds of each phase until its start).
            This tuple is only replaced as a whole.
     saved  the seconds of each phase when the last save ended
     """

@@ -90,13 +90,13 @@ def note_error(error: str) -> None:
 
 
 def note_phase(phase: str) -> None:
-    """Begin a phase such as "training". The run lock's next heartbeat writes it to a file."""
+    """Begin a phase such as "training". The next heartbeat writes it to the owner file."""
     for lock in _locks.values():
         lock.phases.begin(phase)
 
 
 def note_energy(kwh: float) -> None:
-    """Store the training energy in kWh. The run lock's next heartbeat writes it to a file."""
+    """Store the training energy in kWh. The next heartbeat writes it to the owner file."""
     for lock in _locks.values():
         lock.kwh = kwh
 
@@ -224,7 +224,7 @@ def run_owners(output_dir: Path) -> Iterator[RunOwner]:
 
 
 class RunLock:
-    """The run lock of one directory. The constructor takes the lock."""
+    """The run lock of one directory. The constructor takes it, `leave_run_lock` releases it."""
 
     def __init__(self, output_dir: Path):
         self.output_dir, self.folder = output_dir, output_dir / LOCK_FOLDER

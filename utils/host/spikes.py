@@ -2,9 +2,9 @@
 
 A logged value is a spike if it is not finite, or more than 8 (DEVIATIONS) deviations above the
 median of the previous 64 (WINDOW) values. The first 16 (SHORTEST) values are never spikes. The rule
-compares logarithms, because losses of small batches and gradient norms have a long tail. A
-deviation is 1.4826 times the median distance from the median, an estimate of the standard
-deviation. A smaller deviation than 0.01 (LEAST), about 1 %, is replaced by 0.01.
+compares logarithms, because losses of small batches and gradient norms have a long tail, and their
+logarithms do not. A deviation is 1.4826 times the median distance from the median, an estimate of
+the standard deviation. A smaller deviation than 0.01 (LEAST), about 1 %, is replaced by 0.01.
 """
 
 import math

@@ -112,7 +112,8 @@ def bad_nodes(faults: Iterable[Fault]) -> Counter[str]:
 
     A node is bad if it has at least STOKER_LEAVE_OUT_AFTER (default 2) faults. Faults do not count
     if the same rank of a job has the same kind of fault on several nodes. Then the cause is in the
-    job, for example a deadlock. Exception: faults of the kinds `hardware` and `lost` always count.
+    job, for example a deadlock. Exceptions: faults of the kinds `hardware` and `lost` always count,
+    and faults of the kind `mismatch` never count.
     """
     least, now = number_from_environment("STOKER_LEAVE_OUT_AFTER", 2), time.time()
     # A wrong clock may have written future times. One of the two nodes of a mismatch is healthy.

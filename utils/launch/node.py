@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(directory: Path, verdict: Verdict) -> None:
-    """Send a message about a run's end, and report a failure. Job scripts do this themselves."""
+    """Send a message about a run's end; write a report if it failed. Job scripts do both."""
     for file in directory.rglob(RUN_STARTED):  # only rank 0 writes this file
         output_dir = Path(file.read_text(encoding="utf-8").strip())
         if verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED, CTRL_C_CODE):
@@ -282,7 +282,7 @@ def given_strategy(arguments: Sequence[str]) -> SettingValue:
 
 
 def process_environment(allocation: Allocation) -> dict[str, str]:
-    """Return the workers' environment variables: the launcher's pid, OMP threads and CPU mode."""
+    """Return the workers' variables: the launcher's pid, OMP threads, and CPU mode without GPUs."""
     variables = {LAUNCHER_PID: str(os.getpid())}
     if not os.environ.get("OMP_NUM_THREADS"):
         # Share the cores that Slurm gave, or all cores, equally.

@@ -38,7 +38,7 @@ class LaunchFacts:
     """The rank of this process, the number of ranks, the strategy, all hosts and the device type.
 
     strategy  the strategy that `accelerate launch` requested: single, ddp, fsdp1, fsdp2, zero1,
-              zero2, zero3, or zero_file (a DeepSpeed config file)
+              zero2, zero3, or zero_file (a DeepSpeed config file); it affects checkpoint files
     hosts     the host name of each rank
     device    the type of this process's device: "cuda" or "cpu"
     replicas  number of copies of the sharded states; only HSDP (fsdp2 with copies) has several

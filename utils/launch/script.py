@@ -181,14 +181,14 @@ def run_script(
     """Run a script's `main`, show its errors and return the exit code of the process.
 
     usage: text to show if the script has no arguments. The exit code is then ExitCode.REFUSED.
-    announced: whether rank 0 writes a line before `main`, whose imports take some seconds. The
-    argument `--version` prints versions.
+    announced: whether rank 0 writes `opening_line` before `main`, whose imports take some seconds.
+    The argument `--version` prints versions.
 
     A ConfigurationError, a full disk and a missing package are shown without traceback. Rank 0
     shows all problems, and the first rank of each other node shows one line. Any other exception is
     shown with traceback, host and rank. The exit code is then 1. After each of these errors,
-    `leave_note` writes a file for the launcher. Ctrl-C is shown in one line. The text of an Answer
-    (raised by `--print_config`) is printed. Any other SystemExit passes through.
+    `leave_note` writes a file for the launcher. Ctrl-C is shown in one line. Rank 0 prints the
+    text of an Answer, such as that of `--print_config`. Any other SystemExit passes through.
 
     ExitCode.STOPPED means "stopped with a checkpoint". Under slurm/launch_node.sh the exit code is
     then 0, because torchrun kills the other ranks at any other code. The launcher learns of the

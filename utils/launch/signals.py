@@ -235,9 +235,10 @@ def _handle_signals(numbers: Collection[int], now: float) -> None:
 
 
 def _wait_for_launcher_file() -> None:
-    """Wait until the launcher writes the file STOP. If it does not, end this process.
+    """Wait until the launcher writes the file STOP. After 3 s (FILE_WITHIN_S), end this process.
 
-    Called after a SIGTERM. The launcher writes the file INTERRUPTED instead at a second Ctrl-C.
+    Called after a SIGTERM under slurm/launch_node.sh. At a second Ctrl-C the launcher writes the
+    file INTERRUPTED instead. This file also ends the process.
     """
     interrupted = Path(os.environ[NODE_DIR]) / INTERRUPTED
     give_up_at = time.monotonic() + FILE_WITHIN_S

@@ -235,8 +235,8 @@ def sbatch_option(name: str, variable: str, options: Sequence[str], job_script: 
 def signal_lead_s(options: Sequence[str], job_script: Path) -> int | None:
     """Return the seconds from the stop signal to the time limit; None if no signal reaches the run.
 
-    Only --signal=B:USR1@SECONDS reaches the run: "B:" sends the signal to the job script, which
-    passes the signal on to all nodes.
+    Only --signal=B:USR1@SECONDS reaches the run (60 s without @SECONDS). "B:" sends the signal to
+    the job script, which passes the signal on to all nodes.
     """
     match = _SIGNAL.fullmatch(sbatch_option("signal", "SBATCH_SIGNAL", options, job_script))
     return int(match[1] or _DEFAULT_LEAD_S) if match else None
