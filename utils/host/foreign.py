@@ -68,7 +68,7 @@ def library_errors(what: str | Path, problem: str, advice: str = "") -> Iterator
 
 @contextlib.contextmanager
 def prefix_errors(what: str | Path) -> Iterator[None]:
-    """Context manager: if a ConfigurationError does not name `what`, put it before the messages."""
+    """Context manager: begin the messages of a ConfigurationError with `what` if none names it."""
     try:
         yield
     except ConfigurationError as error:
@@ -141,7 +141,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _files_to_read(folder: Path) -> list[Path]:
-    """Return the files in a folder that libraries read, [] if `folder` is a file or a Hub name."""
+    """Return the files that libraries read in `folder`. A file or a Hub name gives []."""
     with contextlib.suppress(OSError, ValueError):  # a name that no file system accepts
         return [path for pattern in _PATTERNS for path in sorted(folder.glob(pattern))]
     return []

@@ -102,8 +102,8 @@ def is_multimodal(model_config: PretrainedConfig) -> bool:
 def text_model_config(model_config: PretrainedConfig) -> PretrainedConfig | None:
     """Return the configuration of a model's text part, or None if it cannot be a model by itself.
 
-    AutoModelForCausalLM has to load only this part for both configurations, the model's and the
-    text part's.
+    It is a model by itself if AutoModelForCausalLM loads it from its own configuration, and loads
+    only this part from the whole model's configuration.
     """
     found: Any = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
     if found is None or found.config_class is not model_config.sub_configs.get("text_config"):

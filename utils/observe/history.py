@@ -134,7 +134,7 @@ class History:
 
     @cached_property
     def trained(self) -> list[Line]:
-        """The training log lines that no later start repeated."""
+        """The training log lines, without steps that a later start of the run did again."""
         return [line for line in self.lines if line["event"] == "train"]
 
     @cached_property

@@ -105,9 +105,9 @@ class MarkedChat:
         return UnusableRowError(reason, f"message {index} ({role}): {problem}")
 
     def bounds(self, message: int) -> tuple[int, int, int, int]:
-        """Return four indices in `text`: the start and end of a message and of the gaps around it.
+        """Return four indices in `text` that bound a message and the gaps before and after it.
 
-        In order: the end of the previous message's texts (or 0), the start and the end of this
+        These are the end of the previous message's texts (or 0), the start and the end of this
         message's texts, and the start of the next message's texts (or the length of `text`). Raises
         UnusableRowError if the message is not printed, or if another message is printed between
         this message's texts.
@@ -125,7 +125,7 @@ class MarkedChat:
         return next(before, 0), start, stop, next(behind, len(self.text))
 
     def rendered(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        """Render `messages` with this chat's tools and template options. Marks are kept."""
+        """Render `messages` with this chat's tools and template options, and with the marks."""
         return self._template.render(replace(self.chat, messages=messages), generation_prompt)
 
     def text_behind_marks(

@@ -54,9 +54,9 @@ class HubDataset:
 class Listing:
     """The files of each split in one subset of a Hub dataset, at one commit.
 
-    others: the names of the dataset's other subsets. mtime_ns: when the first _DATED_FILES files
-    were last changed on the Hub, as Unix time in ns. Unlike times of local copies, this time is the
-    same on all machines.
+    others: the names of the dataset's other subsets. mtime_ns: the time of the newest change on
+    the Hub to a file, as Unix time in ns. Only the first _DATED_FILES files count. Unlike times of
+    local copies, this time is the same on all machines.
     """
 
     subset: str

@@ -136,7 +136,7 @@ class RowSettings:
 
     @property
     def read_columns(self) -> list[str]:
-        """The columns to read, by their names in the file: the row format's, then the filters'."""
+        """The names of the columns to read: those of the row format, then those of the filters."""
         own = map(self.name_of, (*REQUIRED[self.row_format], *OPTIONAL[self.row_format]))
         return list(dict.fromkeys([*own, *dict(self.filters)]))
 
