@@ -55,7 +55,7 @@ CPU_CELLS: tuple[Cell, ...] = (
     SweepCell(
         TrainingCell(
             "pretrain_growth",
-            "Pretraining, 23 M parameters, one sequence of increasing length, bf16",
+            "Pretraining, 23 M parameters, one sequence per step, bf16, by sequence length",
             Workload(LLAMA_23M, sequence_length=512, documents=8), "bf16", 1,
             (STOKER, TRAINER, PLAIN_LOOP), steps=8, warmup_steps=3,
         ),

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 TITLE = (
     "Attention in a packed sequence (documents of 300 tokens), 6 heads of size 64, bf16, "
-    "forward and backward"
+    "forward and backward, by sequence length"
 )
 UNIT = "tokens"
 SIZES = (2048, 4096, 8192)

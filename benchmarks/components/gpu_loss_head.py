@@ -11,7 +11,7 @@ from torch.nn import functional
 from benchmarks.hardware.device import device
 from benchmarks.recording.job import CannotRunError
 
-TITLE = "Loss head, 8,192 tokens of width 2,048, bf16, forward and backward"
+TITLE = "Loss head, 8,192 tokens of width 2,048, bf16, forward and backward, by vocabulary size"
 UNIT = "tokens"
 SIZES = (128_256, 151_936)  # Llama 3's and Qwen3's vocabularies
 TOKENS, WIDTH = 8192, 2048

@@ -9,7 +9,10 @@ from torch import nn
 from benchmarks.hardware.device import device
 from utils.training.low_precision_adam import LowPrecisionAdamW
 
-TITLE = "AdamW on square matrices and vectors of one width (Stoker: bfloat16 states unless named)"
+TITLE = (
+    "AdamW on square matrices and vectors of the same width (Stoker's states: bfloat16, or as the "
+    "row says), by width"
+)
 UNIT = "parameters"
 SIZES = (1024, 4096, 8192)
 MATRICES = 24

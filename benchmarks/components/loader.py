@@ -10,9 +10,12 @@ import numpy as np
 
 from benchmarks.workloads.workload import LLAMA_11M, Workload, document_lengths, save_documents
 
-TITLE = "Loader: micro-batches of 8 x 2,048 tokens (packed chats of 300 tokens), one core"
+TITLE = (
+    "Loader: micro-batches of 8 x 2,048 tokens from packed chats of 300 tokens, one core, by "
+    "number of chats"
+)
 UNIT = "tokens"
-SIZES = (5_000, 50_000)  # documents
+SIZES = (5_000, 50_000)
 ROW, ROWS = 2048, 8
 BATCHES = 20
 

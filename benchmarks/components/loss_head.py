@@ -8,7 +8,10 @@ import torch
 from benchmarks.components.gpu_loss_head import LOSSES
 from benchmarks.hardware.device import device
 
-TITLE = "Loss head, 2,048 tokens of width 384, bf16 (fp32 weights), forward and backward"
+TITLE = (
+    "Loss head, 2,048 tokens of width 384, bf16 (fp32 weights), forward and backward, by "
+    "vocabulary size"
+)
 UNIT = "tokens"
 SIZES = (32_000, 152_000)
 TOKENS, WIDTH = 2048, 384

@@ -11,7 +11,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-TITLE = "Tokenization of Python source, BPE of 8,192 tokens, from JSONL to a saved dataset"
+TITLE = (
+    "Tokenization of Python source, BPE of 8,192 tokens, from JSONL to a saved dataset, by size of "
+    "the source in MB"
+)
 UNIT = "MB"
 SIZES = (10, 100)
 VOCABULARY = 8192

@@ -8,10 +8,7 @@ from pathlib import Path
 from benchmarks.comparisons.turns import run_process
 from benchmarks.workloads.workload import LLAMA_11M, Workload, make_workload
 
-TITLE = (
-    "How long training waits for a save, by the size of the checkpoint in MB (weights and AdamW "
-    "states)"
-)
+TITLE = "How long training waits for a save of weights and AdamW states, by checkpoint size in MB"
 SIZES = (40, 160, 480)
 LAYER_MB = 40  # of the model below: 3.3 M parameters of 12 bytes
 MODEL = LLAMA_11M | {

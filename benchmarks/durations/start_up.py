@@ -13,10 +13,7 @@ from benchmarks.comparisons.turns import run_process
 from benchmarks.recording.job import Job, Outcome
 from benchmarks.workloads.workload import LLAMA_11M, Workload, document_lengths, make_workload
 
-TITLE = (
-    "Time from the start of the process to the first optimizer step, 11 M parameters, by the "
-    "number of documents in the dataset (--dry_run and --help: time to the end of the process)"
-)
+TITLE = "Time to the first optimizer step of a model with 11 M parameters, by number of documents"
 SIZES = (10_000, 1_000_000)
 ROW, ROWS = 64, 8
 VOCABULARY = 32_000

@@ -42,29 +42,35 @@ PROOFS = {
     "world_sizes": ("One run on 1, 2 and 4 ranks in any order", ""),
     "two_jobs": (
         "Two jobs in one run directory",
-        "Both jobs start at the same time. The directory is new, or has a killed run to resume. "
-        "In the row `stale lock`, the first job is killed or suspended, and the second job "
+        "Both jobs start at the same time. The directory is new, or contains a killed run. "
+        "In the row with a stale lock, the first job is killed or suspended, and the second job "
         "finishes the run.",
     ),
     "verification_cost": (
         "Cost of checksums for a checkpoint of 1 GB",
-        "Stoker computes SHA-256. torch's default is CRC-32.",
+        "Stoker computes SHA-256. torch's default is CRC-32. The added time is the time of a save "
+        "with SHA-256 minus the time of a save with the other kind of checksum.",
     ),
     "full_disks": (
         "Runs on file systems of many sizes",
-        "The names of the rows give the limit of checkpoints (`save_total_limit`). Rows `in the "
-        "background` use `async_save`. In the rows `beside half a checkpoint`, the disk has free "
-        "space for half a checkpoint. A run without enough space is refused with exit code 74 "
-        "before its first step, or ends with 74 later. A result is wrong if a checkpoint was lost "
-        "or damaged. It is also wrong if the run continued after room was made and ended with "
-        "other weights.",
+        "The names of the rows give the limit of checkpoints (`save_total_limit`). Rows with "
+        "background saves use `async_save`. In the rows with space for half a checkpoint, a "
+        "killed run resumes on a disk whose free space is half a checkpoint. A run without enough "
+        "space is refused with exit code 74 before its first step, or ends with 74 later. The "
+        "test then enlarges the disk and starts the run again. A result is wrong if a checkpoint "
+        "is lost or damaged. A result is also wrong if the final weights differ from the weights "
+        "of an uninterrupted run.",
     ),
     "soak": (
         "An hour of jobs on a Slurm of two nodes",
         "`make soak` interrupts the jobs once a minute. The lost time is the time from the last "
         "step before an interruption to the first step after it.",
     ),
-    "async_save": ("How long training waits for a save", "All times except the steps are medians."),
+    "async_save": (
+        "How long training waits for a save",
+        "The rows with steps 3 to 12 give the total time of these ten steps. The other times are "
+        "medians over five saves.",
+    ),
 }
 # Columns that come first; the others follow in the order of the result file.
 FIRST = (
@@ -100,23 +106,27 @@ WORDS = {
     "lost_s": "lost time, s",
     "most_lost_steps": "most lost steps at once",
     "save_steps": "steps between two saves",
-    "starts_that_ended_with_no last line": "starts without a last line",
-    "sync_steps_3_to_12_s": "steps 3 to 12 with ordinary saves, s",
-    "sync_stall_s": "ordinary save: training waits, s",
-    "sync_write_s": "ordinary save: written in the background, s",
-    "async_steps_3_to_12_s": "steps 3 to 12 with background saves, s",
-    "async_stall_s": "background save: training waits, s",
-    "async_write_s": "background save: written in the background, s",
-    "verification_at_start_s": "verification at the start, s",
-    "verification_at_start_share_of_a_save": "verification at the start, share of a save",
-    "verification_at_start_cpu_s": "verification at the start, CPU s",
+    "starts_that_ended_with_no last line": "starts without an end message in the job's log",
+    "starts_that_ended_with_75": "starts that ended with exit code 75",
+    "starts_that_ended_with_76": "starts that ended with exit code 76",
+    "starts_that_ended_with_0": "starts that ended with exit code 0",
+    "starts_that_ended_with_Slurm's own requeue": "starts that Slurm itself requeued",
+    "sync_steps_3_to_12_s": "ordinary saves: total time of steps 3 to 12, s",
+    "sync_stall_s": "ordinary save: time that training waits, s",
+    "sync_write_s": "ordinary save: time of the background write, s",
+    "async_steps_3_to_12_s": "background saves: total time of steps 3 to 12, s",
+    "async_stall_s": "background save: time that training waits, s",
+    "async_write_s": "background save: time of the background write, s",
+    "verification_at_start_s": "verification at the start: time, s",
+    "verification_at_start_share_of_a_save": "verification at the start: time, share of a save",
+    "verification_at_start_cpu_s": "verification at the start: CPU time, s",
     "checkpoint_gb": "checkpoint, GB",
     "checkpoint_mb": "checkpoint, MB",
     "save_with_digests_s": "save with SHA-256, s",
     "save_with_crc32_of_torch_s": "save with torch's CRC-32, s",
     "save_without_checksums_s": "save without checksums, s",
-    "digests_instead_of_crc32_add": "SHA-256 instead of CRC-32 adds, share of a save (median)",
-    "digests_alone_add": "SHA-256 instead of no checksum adds, share of a save (median)",
+    "digests_instead_of_crc32_add": "median time added to a save, relative to CRC-32 (share)",
+    "digests_alone_add": "median time added to a save, relative to no checksum (share)",
 }
 CIRCUMSTANCES = ("made_by", "date", "commit", "hardware", "python", "torch", "transformers")
 

@@ -13,7 +13,7 @@ from benchmarks.cells.gpu import GPU_CELLS
 from benchmarks.cells.kinds import OURS, OURS_TUNED
 from benchmarks.comparisons.ratios import paired_ratio
 from benchmarks.figures.marks import replace_between
-from benchmarks.figures.table import component_figure, ratio_text, table
+from benchmarks.figures.table import component_figure, ratio_text, table, title_and_size
 from benchmarks.hardware.circumstances import ROOT
 
 # Stoker with and without one of its optimizations; their code is in the commits that they name.
@@ -77,8 +77,9 @@ def _component_row(result: Mapping[str, Any]) -> list[str]:
     }
     closest = min(ratios, key=lambda name: ratios[name]["median"])
     unit = "s" if result["unit"] == "s" else f"{result['unit']}/s"
+    title, measured = title_and_size(result)
     return [
-        f"{result['title']}; size {int(size):,}",
+        f"{title}; {measured} {int(size):,}",
         f"{component_figure(baselines[ours], size)} {unit}",
         f"{closest}: {component_figure(baselines[closest], size)}",
         ratio_text(ratios[closest]),

@@ -34,7 +34,13 @@ def table(result: Mapping[str, Any]) -> str:
             lines.append(
                 f"\nThe callbacks of {name} take {share:.2%} of a step. Microseconds: {listed}."
             )
-    return f"**{result['title']}**\n\n" + "\n".join(lines) + "\n"
+    return f"**{title_and_size(result)[0]}**\n\n" + "\n".join(lines) + "\n"
+
+
+def title_and_size(result: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the title of a result and what its sizes measure: "Packing", "number of documents"."""
+    title, _, size = result["title"].partition(", by ")
+    return title, size or "size"
 
 
 def _training_rows(result: Mapping[str, Any]) -> list[list[str]]:
@@ -60,7 +66,7 @@ def _component_rows(result: Mapping[str, Any]) -> list[list[str]]:
     sizes = [str(size) for size in result["sizes"]]
     waits = result["unit"] == "s"
     heading = "seconds" if waits else f"{result['unit']}/s"
-    rows = [[f"{heading} at size", *(f"{int(size):,}" for size in sizes)]]
+    rows = [[f"{heading}, by {title_and_size(result)[1]}", *(f"{int(size):,}" for size in sizes)]]
     for name, measured in result["compared"].items():
         rows.append([name, *(component_figure(measured, size) for size in sizes)])
     for name, ratios in result["ratios"].items():

@@ -98,10 +98,10 @@ def tried(scene: Scene, disk) -> tuple[str, list[str]]:
 
 # Settings, and disk sizes in checkpoints: a few, and many with `--exhaustive`.
 KINDS = {
-    "limit of 2": ({"keep": 2}, [2.9, 3.1], np.linspace(-0.7, 4.5, 30)),
-    "limit of 3": ({"keep": 3}, [3.1], np.linspace(-0.7, 4.5, 12)),
-    "no limit": ({"keep": "null"}, [4.5], np.linspace(1.5, 7.3, 12)),
-    "limit of 2, in the background": (
+    "limit of 2 checkpoints": ({"keep": 2}, [2.9, 3.1], np.linspace(-0.7, 4.5, 30)),
+    "limit of 3 checkpoints": ({"keep": 3}, [3.1], np.linspace(-0.7, 4.5, 12)),
+    "no limit of checkpoints": ({"keep": "null"}, [4.5], np.linspace(1.5, 7.3, 12)),
+    "limit of 2 checkpoints, background saves": (
         {"keep": 2, "async_save": "true"}, [3.1], np.linspace(-0.7, 4.5, 12),
     ),
 }  # fmt: skip
@@ -132,7 +132,7 @@ def test_a_disk_with_few_files_left_harms_nothing(keep, undisturbed, disks, exha
         end, problems = tried(scene, disks(PLENTY_KIB, files))
         ends[end] += 1
         wrong += [f"{files} inodes: {problem}" for problem in problems]
-    kind = "no limit" if keep == "null" else "limit of 2"
+    kind = "no limit of checkpoints" if keep == "null" else "limit of 2 checkpoints"
     assert_harmless(figures, f"few inodes, {kind}", ends, wrong)
     if exhaustive:
         assert set(ends) == {"ended well", "ended with 74"}  # the check does not predict inodes
@@ -153,7 +153,10 @@ def test_a_run_continues_if_its_oldest_checkpoint_may_make_room(keep, undisturbe
     disk.resize(used_kib + int(free_kib), PLENTY_FILES)
     end, wrong = tried(scene, disk)
     assert_harmless(
-        figures, f"resumed beside half a checkpoint, limit of {keep}", Counter([end]), wrong
+        figures,
+        f"resumed with space for half a checkpoint, limit of {keep} checkpoints",
+        Counter([end]),
+        wrong,
     )
     assert end == ("ended well" if keep == 3 else "refused with 74")
 
@@ -185,7 +188,7 @@ def test_a_run_killed_in_a_save_resumes_on_the_same_disk(
             problems += scene.started_again(run)
             ends["failed" if problems else "resumed unattended"] += 1
             wrong += [f"{call}, room for {checkpoints:.2f}: {problem}" for problem in problems]
-    assert_harmless(figures, f"killed in a save, limit of {keep}", ends, wrong)
+    assert_harmless(figures, f"killed in a save, limit of {keep} checkpoints", ends, wrong)
 
 
 def assert_harmless(figures, kind: str, ends: Counter[str], wrong: list[str]) -> None:

@@ -151,7 +151,7 @@ def test_any_order_of_world_sizes_is_one_run(
 
 
 @EXHAUSTIVE
-@pytest.mark.parametrize("accumulation", ["as it was", "set manually"])
+@pytest.mark.parametrize("accumulation", ["not adapted", "adapted manually"])
 def test_plain_trainer_on_other_numbers_of_ranks(accumulation, models, tmp_path, figures):
     """Run plain Trainer with unchanged accumulation, and with accumulation corrected by hand."""
     starts = every_start(EVERY_ORDER, tmp_path)
@@ -164,7 +164,7 @@ def test_plain_trainer_on_other_numbers_of_ranks(accumulation, models, tmp_path,
                 "max_steps": STEPS,
                 "per_device_train_batch_size": 1,
                 "gradient_accumulation_steps": GLOBAL_BATCH_SIZE
-                // (start.ranks[0] if accumulation == "as it was" else ranks),
+                // (start.ranks[0] if accumulation == "not adapted" else ranks),
             }
             for start in now
         ]
@@ -178,7 +178,7 @@ def test_plain_trainer_on_other_numbers_of_ranks(accumulation, models, tmp_path,
         whole = reference.global_batches()
         others += sum(rows != whole[step] for step, rows in start.global_batches().items())
         pairs.append((reference.outcome(), start.outcome()))
-    assert (others > 0) == (accumulation == "as it was"), "Trainer changed: see what quotes it"
+    assert (others > 0) == (accumulation == "not adapted"), "Trainer changed: see what quotes it"
     figures(FIGURES)[f"plain Trainer, ddp, accumulation {accumulation}"] = {
         "orders": len(EVERY_ORDER),
         "starts": len(starts),
