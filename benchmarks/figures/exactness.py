@@ -55,7 +55,7 @@ PROOFS = {
         "Runs on file systems of many sizes",
         "The names of the rows give the limit of checkpoints (`save_total_limit`). Rows with "
         "background saves use `async_save`. In the rows with space for half a checkpoint, a "
-        "killed run resumes on a disk whose free space is half a checkpoint. A run without enough "
+        "killed run resumes on a disk with free space for half a checkpoint. A run without enough "
         "space is refused with exit code 74 before its first step, or ends with 74 later. The "
         "test then enlarges the disk and starts the run again. A result is wrong if a checkpoint "
         "is lost or damaged. A result is also wrong if the final weights differ from the weights "

@@ -45,7 +45,7 @@ def title_and_size(result: Mapping[str, Any]) -> tuple[str, str]:
 
 def _training_rows(result: Mapping[str, Any]) -> list[list[str]]:
     worth = any(one.get("mfu") is not None for one in result["compared"].values())
-    rows = [["", "tokens/s", "Stoker is faster by (times)", "peak memory", "time to first step"]]
+    rows = [["", "tokens/s", "Stoker's speed / this speed", "peak memory", "time to first step"]]
     if worth:
         rows[0] += ["MFU", "share of roofline"]
     for name, measured in result["compared"].items():
@@ -104,7 +104,7 @@ def _probe_rows(probes: Mapping[str, Any]) -> list[list[str]]:
     matmul, copy = probes["matmul"], probes["bandwidth"]
     shape = " x ".join(f"{size:,}" for size in matmul["shape"])
     return [
-        ["", "reached"],
+        ["", "reached speed"],
         [
             f"bf16 matrix products, best shape ({shape})",
             f"{_tera(matmul['flops_per_second'])}FLOP/s",
