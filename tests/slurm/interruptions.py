@@ -33,7 +33,7 @@ STEP = 13  # three steps after a save
 class Then(StrEnum):
     """The consequence of an interruption, in the words of docs/slurm.md."""
 
-    TRAINS_ON = "the job trains on"
+    TRAINS_ON = "the job continues"
     RESTARTED = "restarted inside the job"
     REQUEUED = "requeued"
     RESUBMITTED = "resumes when submitted again"
