@@ -156,6 +156,8 @@ class JobProcesses:
         self.commands: dict[int, list[str]] = {}
         self.environments: dict[int, dict[str, str]] = {}
         self.parents: dict[int, int] = {}
+        # psutil would leave out a process whose id an earlier process of its cache had.
+        psutil.process_iter.cache_clear()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):  # the process has ended
                 environment = process.environ()
