@@ -193,12 +193,12 @@ class JobProcesses:
         return [ranks[rank] for rank in sorted(ranks) if rank >= 0]
 
     def data_workers(self) -> list[psutil.Process]:
-        """Return the data workers of all ranks, which are forks of the ranks."""
-        ranks = {process.pid: self.commands[process.pid] for process in self.ranks()}
+        """Return the data workers, which are forks of the ranks, in the order of the ranks."""
         return [
             process
+            for rank in self.ranks()
             for pid, process in self.known.items()
-            if ranks.get(self.parents[pid]) == self.commands[pid]
+            if self.parents[pid] == rank.pid and self.commands[pid] == self.commands[rank.pid]
         ]
 
 
