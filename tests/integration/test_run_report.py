@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from launching import ROOT, quiet_environment, run_fork
+from launching import ROOT, quiet_environment
 
 import report
 
@@ -190,7 +190,7 @@ def test_a_run_that_fails_has_its_page_too(pretraining, tmp_path):
     teller.write_text(f'#!/bin/bash\necho "$STOKER_EVENT|$*" >>"{told}"\n')
     teller.chmod(0o755)
     settings = {"save_steps": 2, "restarts_in_job": 0}
-    script, argv = "tests/integration/troubled_run.py", pretraining(run, **settings)
+    script = ["tests/integration/troubled_run.py", *pretraining(run, **settings)]
     python = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "ACCELERATE_USE_CPU": "true"}
     python |= {"STOKER_ON_EVENT": str(teller)}
     for launched, trouble, code, words in (
@@ -199,13 +199,11 @@ def test_a_run_that_fails_has_its_page_too(pretraining, tmp_path):
         (False, "raise:0:99", 0, "Finished at step 6 of 6: final/ holds"),  # after the last step
     ):
         env = quiet_environment(python | {"STOKER_TEST_TROUBLE": trouble})
-        if launched:
-            command = ["slurm/launch_node.sh", script, *argv]
-            options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            done = subprocess.run(command, cwd=ROOT, env=env, check=False, **options)
-        else:
-            done = run_fork(script, argv, env)
-        shown = done.stdout
+        command = ["slurm/launch_node.sh" if launched else sys.executable, *script]
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, capture_output=True, text=True, check=False
+        )
+        shown = done.stdout + done.stderr
         assert done.returncode == code, shown
         page = (run / "report.html").read_text()
         assert words in page
